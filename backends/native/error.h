@@ -1,0 +1,32 @@
+// Errors of the native core. Recoverable ones are thrown or carried as values with a code, a rank
+// and a text; module.cpp turns them into the classes of phub_collective.errors in one place.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace phub {
+
+enum class ErrorCode : int {
+  config = 1,
+  mismatch = 2,
+  duplicate = 3,
+  peer_lost = 4,
+  timeout = 5,
+  auth = 6,
+  protocol = 7,
+  internal = 8,
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& text, int rank = -1)
+      : std::runtime_error(text), code(code), rank(rank) {}
+  ErrorCode code;
+  int rank;  // the rank it is about, -1: none or the server
+};
+
+// errno of a failed call as an Error: "[lane] mmap: Cannot allocate memory".
+Error system_error(const std::string& what, int number);
+
+}  // namespace phub

@@ -1,0 +1,98 @@
+// A lane: an ordered, reliable stream of frames between two ends (worker and core, or two
+// workers) over one transport. Thread contract: none; the owner calls every method under its own
+// lock or on its own thread, and a Sink is called from inside `progress` only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "error.h"
+#include "wire.h"
+
+namespace phub {
+
+class Lane;
+
+// Where received frames go.
+class Sink {
+ public:
+  virtual ~Sink() = default;
+  // Where the payload of `header` shall be written, or nullptr: show it in place to `frame`.
+  // Called once per frame with length > 0, before its payload is read. May throw Error: the lane
+  // is then closed with it.
+  virtual std::byte* destination(Lane& lane, const Header& header) = 0;
+  // A whole frame. `payload` is what `destination` returned, or a view valid during this call.
+  // May throw Error: the lane is then closed with it.
+  virtual void frame(Lane& lane, const Header& header, const std::byte* payload) = 0;
+  // The lane is closed: by the other end (`bye` seen or not), by a broken frame, or by `frame`'s
+  // throw. Called once. The sink must not destroy the lane in here.
+  virtual void closed(Lane& lane, const Error& why) = 0;
+};
+
+struct LaneCounters {
+  uint64_t bytes_sent = 0;      // payload and headers that left this end
+  uint64_t bytes_received = 0;
+  uint64_t wakeups = 0;         // doorbells rung for the other end
+};
+
+class Lane {
+ public:
+  virtual ~Lane() = default;
+
+  // Queues a frame and tries to move it at once. `payload` is borrowed: it must stay unchanged
+  // until the frame has left, which `unsent` (if given) tells: it is incremented now when the
+  // frame could not leave at once, and decremented when it has left (or the lane closed).
+  virtual void send(const Header& header, const void* payload, size_t* unsent = nullptr) = 0;
+  // As `send`, with a copy of the payload: for small control frames.
+  void send_copy(const Header& header, const void* payload);
+
+  // Moves what can be moved both ways without blocking, at most about `budget` received bytes;
+  // true when anything moved.
+  virtual bool progress(Sink& sink, size_t budget) = 0;
+
+  // Before its owner sleeps in poll: asks to be woken when at least `bytes` have arrived (or less,
+  // if the lane cannot hold as much), or queued frames can move on. True: there is something to do
+  // already, do not sleep. Not needed for lanes whose fd tells (tcp); then it returns false.
+  virtual bool arm(size_t bytes) = 0;
+  virtual void disarm() = 0;
+
+  // What to watch in epoll. tcp: the socket. shm: the Unix socket, whose end tells that the other
+  // process is gone.
+  virtual int fd() const = 0;
+  virtual bool wants_write() const = 0;  // watch for EPOLLOUT too
+  virtual bool idle() const = 0;         // no frame is queued for sending
+  virtual bool is_closed() const = 0;
+  virtual void close(const Error& why, Sink& sink) = 0;
+  virtual const char* transport() const = 0;  // "shm" | "tcp"
+
+  LaneCounters counters;
+  int peer = -1;          // rank at the other end (worker) or -1 (core)
+  void* owner = nullptr;  // free for the owner's bookkeeping
+
+ protected:
+  std::string text_;  // last error text
+};
+
+struct TcpOptions {
+  std::string congestion;  // "" = cubic if allowed, else reno, else the system's
+  int buffer_bytes = 0;    // SO_SNDBUF / SO_RCVBUF; 0 = the kernel tunes them
+  int keepalive_s = 30;    // a silent, unreachable host is an error after this time
+};
+
+// Takes over a connected, authenticated socket (any blocking mode).
+std::unique_ptr<Lane> make_tcp_lane(int fd, const TcpOptions& options, size_t max_payload);
+// What a tcp lane got: the congestion control in use on this socket.
+std::string congestion_control(int fd);
+
+// Shared memory: two rings, one for each direction, in one sealed memory file made by the side
+// that accepts. Takes over all three descriptors.
+//   socket     connected Unix socket; its end tells that the other process is gone
+//   memory     from make_ring_memory
+//   peer_bell  eventfd of the other end's poller, rung when it sleeps and has asked to be woken
+//   first      true on the side that made the memory
+std::unique_ptr<Lane> make_shm_lane(int socket, int memory, int peer_bell, bool first, size_t max_payload);
+int make_ring_memory(size_t ring_bytes);  // a sealed memfd that holds two rings of ring_bytes
+
+}  // namespace phub

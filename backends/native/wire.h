@@ -1,0 +1,82 @@
+// The wire format; it stands here once. All integers little-endian, as the host has them.
+//
+//   lane     := frame*                       (after the handshake, which is Python's: see docs)
+//   frame    := header payload
+//   header   := kind:u8 flags:u8 sender:u16 id:u32 step:u32 length:u32          (16 bytes)
+//   payload  := byte{length}
+//
+// Worker -> core of a PBox (sender = rank; id = chunk unless said otherwise):
+//   push        payload = the chunk's elements; flag no_grad: no payload, counts as zeros;
+//               flag init: the payload becomes the weights (only the root sends one)
+//               flag silent: do not answer (a Push without a Pull)
+//   push_key    id = key; all chunks of that key on this lane's core stand in the shared arena;
+//               same flags; length 0
+//   pull        id = chunk: answer with the value after `step` exchanges, at once or when it exists
+//   hyper       id = parameter group; payload = HyperWire; holds for all later pushes of this rank
+//   commit, skip, join                       reserved (hold=True, uneven batches)
+// Core -> worker:
+//   result      payload = the chunk's new elements; length 0 with flag arena: the key `id` is
+//               answered, all of its chunks on this core stand in the shared arena
+// Worker -> worker:
+//   open        id = sender's number for an operation; payload = OpenWire + name
+//   posted      id = receiver's number (as in the receiver's open), step = use of the name:
+//               credit, the receiver has submitted that use
+//   data        id = sender's number, step = use of the name; payload belongs to the next receive
+//               of the schedule from this sender
+// Either way:
+//   error       payload = ErrorWire + text; the job is over
+//   bye         orderly end: what closes after this is no loss
+#pragma once
+
+#include <cstdint>
+
+namespace phub {
+
+enum class FrameKind : uint8_t {
+  push = 1,
+  push_key = 2,
+  pull = 3,
+  hyper = 4,
+  commit = 5,
+  skip = 6,
+  join = 7,
+  result = 8,
+  open = 16,
+  posted = 17,
+  data = 18,
+  error = 32,
+  bye = 33,
+};
+
+namespace flag {
+inline constexpr uint8_t no_grad = 1;
+inline constexpr uint8_t init = 2;
+inline constexpr uint8_t silent = 4;
+inline constexpr uint8_t arena = 8;
+}  // namespace flag
+
+struct Header {
+  FrameKind kind;
+  uint8_t flags;
+  uint16_t sender;
+  uint32_t id;
+  uint32_t step;
+  uint32_t length;  // bytes of payload
+};
+static_assert(sizeof(Header) == 16);
+
+struct HyperWire {
+  double lr, momentum, dampening, weight_decay;
+  uint32_t nesterov, maximize;
+};
+static_assert(sizeof(HyperWire) == 40);
+
+struct ErrorWire {
+  int32_t code;  // ErrorCode
+  int32_t rank;
+};
+
+// Lengths above this are refused on every lane, whatever the sender claims.
+inline constexpr uint32_t kMaxPayload = 8u << 20;
+
+}  // namespace phub
