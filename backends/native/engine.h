@@ -21,26 +21,29 @@ namespace phub {
 class Engine {
  public:
   explicit Engine(int spin_us = 0);
-  ~Engine();  // lanes must have been removed
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
   using Guard = std::unique_lock<std::mutex>;
   Guard lock() { return Guard(mutex_); }
 
-  // All below: with the lock held.
-  void add(std::unique_ptr<Lane> lane, Sink& sink);
-  void remove(Lane& lane);           // closes and destroys it; not from inside a Sink call
-  void flush(Lane& lane);            // after queueing frames: moves them, updates EPOLLOUT
-  // Expected bytes on this lane before its waiter has something to do; used when going to sleep.
+  // --- with the lock held ---
+  Lane& add(std::unique_ptr<Lane> lane, Sink& sink);
+  void remove(Lane& lane);  // destroys it without a call to its sink; not from inside a sink call
+  // After queueing frames on lanes: whoever sleeps shall look again at lanes that could not send.
+  void kick();
+  // Bytes that must arrive on this lane before its waiter has something to do: fewer wake-ups.
   void expect(Lane& lane, size_t bytes);
-  void async_begin() { ++async_; wake_background(); }
+  void async_begin();               // unfinished asynchronous work: the background thread drives
   void async_end() { --async_; }
-  void completed() { completed_ = true; }  // something that someone may wait for has finished
+  void completed() { completed_ = true; }  // something that somebody may wait for has finished
+  bool progress_once();             // moves all lanes without sleeping; true when anything moved
 
-  // Drives until done() (called with the lock held) or the deadline; false on the deadline.
-  // Takes the lock itself. timeout_s < 0: no deadline.
+  // --- takes the lock itself ---
+  // Drives until done() (called with the lock held) is true; false when timeout_s passed first
+  // (negative: no limit).
   bool wait(const std::function<bool()>& done, double timeout_s);
-  // Moves everything once without sleeping; lock held by the caller.
-  bool progress_once();
 
   int bell() const { return poller_.bell(); }
 
@@ -50,25 +53,33 @@ class Engine {
     Sink* sink;
     size_t expected = 1;
     bool write_watched = false;
+    bool gone = false;  // closed and out of the poller
   };
-  void wake_background();
+  class Waiter;  // a thread in `wait`, with a bell of its own
+
   void background();
-  bool arm_all();
+  void progress(Entry& entry);
+  bool arm();
+  void disarm();
+  // Sleeps, without the lock, until a lane, the engine's bell or `bell` (-1: none) has something.
+  void sleep(Guard& guard, int bell, double seconds);
 
   // guarded by mutex_
   std::mutex mutex_;
   std::vector<std::unique_ptr<Entry>> entries_;
+  std::vector<int> waiters_;  // bells of the threads in `wait`
+  std::vector<int> spare_bells_;
+  std::vector<Lane*> ready_;
   int async_ = 0;
-  int waiters_ = 0;
+  int sleepers_ = 0;
+  bool moved_ = false;
   bool completed_ = false;
   bool stop_ = false;
-  bool background_asleep_ = false;
+  std::condition_variable background_cv_;
   // self-synchronised
   Poller poller_;
-  std::condition_variable background_cv_;
-  std::vector<int> waiter_bells_;
-  int spin_us_;
-  std::thread thread_;
+  const int spin_us_;
+  std::thread thread_;  // last: it uses all of the above
 };
 
 }  // namespace phub

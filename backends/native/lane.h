@@ -52,6 +52,9 @@ class Lane {
   // true when anything moved.
   virtual bool progress(Sink& sink, size_t budget) = 0;
 
+  // Bytes that a frame with so much payload takes in the lane, in the units of `arm`.
+  virtual size_t footprint(size_t length) const = 0;
+
   // Before its owner sleeps in poll: asks to be woken when at least `bytes` have arrived (or less,
   // if the lane cannot hold as much), or queued frames can move on. True: there is something to do
   // already, do not sleep. Not needed for lanes whose fd tells (tcp); then it returns false.

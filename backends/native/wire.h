@@ -8,10 +8,9 @@
 // Worker -> core of a PBox (sender = rank; id = chunk unless said otherwise):
 //   push        payload = the chunk's elements; flag no_grad: no payload, counts as zeros;
 //               flag init: the payload becomes the weights (only the root sends one)
-//               flag silent: do not answer (a Push without a Pull)
 //   push_key    id = key; all chunks of that key on this lane's core stand in the shared arena;
 //               same flags; length 0
-//   pull        id = chunk: answer with the value after `step` exchanges, at once or when it exists
+//   pull        id = chunk: answer at once with the current weights (server optimizer only)
 //   hyper       id = parameter group; payload = HyperWire; holds for all later pushes of this rank
 //   commit, skip, join                       reserved (hold=True, uneven batches)
 // Core -> worker:
@@ -51,8 +50,7 @@ enum class FrameKind : uint8_t {
 namespace flag {
 inline constexpr uint8_t no_grad = 1;
 inline constexpr uint8_t init = 2;
-inline constexpr uint8_t silent = 4;
-inline constexpr uint8_t arena = 8;
+inline constexpr uint8_t arena = 4;
 }  // namespace flag
 
 struct Header {

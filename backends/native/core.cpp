@@ -1,0 +1,186 @@
+#include "core.h"
+
+#include <chrono>
+#include <future>
+
+namespace phub {
+namespace {
+
+constexpr size_t kLaneBudget = 256 << 10;  // received bytes before the next lane gets its turn
+constexpr int kWorkSlice = 16;             // chunks of one job before the next job gets its turn
+
+}  // namespace
+
+void EventQueue::push(JobEvent event) {
+  const std::lock_guard guard(mutex_);
+  events_.push_back(std::move(event));
+  arrived_.notify_one();
+}
+
+bool EventQueue::pop(JobEvent& event, double timeout_s) {
+  std::unique_lock guard(mutex_);
+  if (!arrived_.wait_for(guard, std::chrono::duration<double>(timeout_s), [&] { return !events_.empty(); }))
+    return false;
+  event = std::move(events_.front());
+  events_.pop_front();
+  return true;
+}
+
+// Frames of one worker's lane, handed to its job; an error ends that job and nothing else.
+class Core::LaneSink : public Sink {
+ public:
+  LaneSink(Core& core, JobShard& job, int rank) : core_(core), job_(job), rank_(rank) {}
+
+  std::byte* destination(Lane&, const Header&) override { return nullptr; }
+
+  void frame(Lane&, const Header& header, const std::byte* payload) override {
+    try {
+      if (header.kind != FrameKind::bye) return job_.frame(rank_, header, payload);
+      said_bye_ = true;
+      if (!job_.failed()) job_.leave(rank_);
+    } catch (const Error& error) {
+      core_.fail_job(job_, error);
+      if (error.code == ErrorCode::protocol) throw;
+    }
+  }
+
+  void closed(Lane& lane, const Error& why) override {
+    job_.detach(lane);
+    if (said_bye_ || job_.failed()) return;
+    if (why.code != ErrorCode::peer_lost) return core_.fail_job(job_, why);
+    const std::string text = "[pbox] rank " + std::to_string(rank_) + " was lost: " + why.what();
+    core_.fail_job(job_, Error(ErrorCode::peer_lost, text, rank_));
+  }
+
+ private:
+  Core& core_;
+  JobShard& job_;
+  const int rank_;
+  bool said_bye_ = false;
+};
+
+Core::Core(int index, EventQueue& events) : index_(index), events_(events), thread_([this] { run(); }) {}
+
+Core::~Core() {
+  call([](Core& core) { core.stop_ = true; });
+  thread_.join();
+}
+
+void Core::call(const std::function<void(Core&)>& command) {
+  std::promise<void> done;
+  {
+    const std::lock_guard guard(mutex_);
+    commands_.push_back([&] {
+      try {
+        command(*this);
+        done.set_value();
+      } catch (...) {
+        done.set_exception(std::current_exception());
+      }
+    });
+  }
+  poller_.ring();
+  done.get_future().get();
+}
+
+JobShard& Core::add_job(uint32_t id, int workers) {
+  auto& job = jobs_[id];
+  job = std::make_unique<JobShard>(id, workers, index_);
+  return *job;
+}
+
+JobShard& Core::job(uint32_t id) {
+  const auto found = jobs_.find(id);
+  if (found == jobs_.end())
+    throw Error(ErrorCode::config, "[pbox] there is no job " + std::to_string(id) + "; it has ended");
+  return *found->second;
+}
+
+void Core::drop_job(uint32_t id) {
+  remove_lanes([&](const Entry& entry) { return entry.lane->owner == jobs_[id].get(); });
+  jobs_.erase(id);
+}
+
+void Core::attach(uint32_t job_id, int rank, std::unique_ptr<Lane> lane) {
+  JobShard& owner = job(job_id);
+  auto entry = std::make_unique<Entry>();
+  entry->lane = std::move(lane);
+  entry->lane->peer = rank;
+  entry->lane->owner = &owner;
+  entry->sink = std::make_unique<LaneSink>(*this, owner, rank);
+  owner.attach(rank, *entry->lane);
+  poller_.add(*entry->lane);
+  lanes_.push_back(std::move(entry));
+}
+
+void Core::fail_job(JobShard& job, const Error& error) {
+  if (job.failed()) return;
+  job.fail(error);
+  events_.push({job.id, error.code, error.rank, error.what()});
+}
+
+void Core::remove_lanes(const std::function<bool(const Entry&)>& which) {
+  std::erase_if(lanes_, [&](const std::unique_ptr<Entry>& entry) {
+    if (!which(*entry)) return false;
+    if (!entry->gone) poller_.remove(*entry->lane);
+    return true;
+  });
+}
+
+void Core::run() {
+  while (!stop_) {
+    bool moved = run_commands();
+    moved |= move_lanes();
+    moved |= work();
+    if (!moved && !stop_) sleep();
+  }
+}
+
+bool Core::run_commands() {
+  std::vector<std::function<void()>> commands;
+  {
+    const std::lock_guard guard(mutex_);
+    commands.swap(commands_);
+  }
+  for (auto& command : commands) command();
+  return !commands.empty();
+}
+
+bool Core::move_lanes() {
+  bool moved = false;
+  for (auto& entry : lanes_) {
+    if (entry->gone) continue;
+    moved |= entry->lane->progress(*entry->sink, kLaneBudget);
+    if (!entry->lane->is_closed()) continue;
+    poller_.remove(*entry->lane);
+    entry->gone = true;
+  }
+  return moved;
+}
+
+bool Core::work() {
+  bool busy = false;
+  for (auto& [id, job] : jobs_) {
+    try {
+      busy |= job->work(kWorkSlice);
+    } catch (const Error& error) {
+      fail_job(*job, error);
+    }
+  }
+  return busy;
+}
+
+void Core::sleep() {
+  bool busy = false;
+  for (auto& entry : lanes_) {
+    if (entry->gone) continue;
+    const bool write = entry->lane->wants_write();
+    if (write != entry->write_watched) poller_.watch_write(*entry->lane, entry->write_watched = write);
+    busy |= entry->lane->arm(1);
+  }
+  if (!busy) poller_.wait(-1, ready_);
+  for (auto& entry : lanes_)
+    if (!entry->gone) entry->lane->disarm();
+}
+
+}  // namespace phub

@@ -1,0 +1,83 @@
+// A core of a PBox: one thread that owns its chunks (of all jobs), their accumulators and optimizer
+// state, and its lanes. Other threads only `post` commands to it. It sleeps in its poller when
+// there is nothing to do.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "job.h"
+#include "poller.h"
+
+namespace phub {
+
+// Events for the control plane. Self-synchronised.
+class EventQueue {
+ public:
+  void push(JobEvent event);
+  // Waits up to timeout_s; false: nothing came.
+  bool pop(JobEvent& event, double timeout_s);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<JobEvent> events_;
+};
+
+class Core {
+ public:
+  Core(int index, EventQueue& events);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // Any thread: runs `command` on the core's thread and returns when it is done. What it throws is
+  // thrown here.
+  void call(const std::function<void(Core&)>& command);
+  int bell() const { return poller_.bell(); }
+
+  // --- on the core's thread only ---
+  JobShard& add_job(uint32_t id, int workers);
+  JobShard& job(uint32_t id);  // throws Error(config) when there is none
+  void drop_job(uint32_t id);
+  void attach(uint32_t job, int rank, std::unique_ptr<Lane> lane);
+  void fail_job(JobShard& job, const Error& error);
+
+ private:
+  class LaneSink;
+  struct Entry {
+    std::unique_ptr<Lane> lane;
+    std::unique_ptr<LaneSink> sink;
+    bool write_watched = false;
+    bool gone = false;
+  };
+
+  void run();
+  bool run_commands();
+  bool move_lanes();
+  bool work();
+  void sleep();
+  void remove_lanes(const std::function<bool(const Entry&)>& which);
+
+  // core thread only
+  const int index_;
+  EventQueue& events_;
+  std::map<uint32_t, std::unique_ptr<JobShard>> jobs_;
+  std::vector<std::unique_ptr<Entry>> lanes_;
+  std::vector<Lane*> ready_;
+  bool stop_ = false;
+  // guarded by mutex_
+  std::mutex mutex_;
+  std::vector<std::function<void()>> commands_;
+  // self-synchronised
+  Poller poller_;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace phub

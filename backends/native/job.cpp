@@ -1,0 +1,220 @@
+#include "job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+namespace phub {
+namespace {
+
+constexpr size_t kMaxGroups = 1 << 16;
+
+[[noreturn]] void refuse(int rank, const std::string& what) {
+  throw Error(ErrorCode::protocol, "[pbox] rank " + std::to_string(rank) + " sent " + what, rank);
+}
+
+std::string describe(const HyperWire& hyper) {
+  std::ostringstream text;
+  text << "lr " << hyper.lr << " momentum " << hyper.momentum << " dampening " << hyper.dampening
+       << " weight_decay " << hyper.weight_decay << " nesterov " << hyper.nesterov << " maximize "
+       << hyper.maximize;
+  return text.str();
+}
+
+}  // namespace
+
+JobShard::JobShard(uint32_t id, int workers, int core)
+    : id(id), workers(workers), core_(core), lanes_(static_cast<size_t>(workers)) {}
+
+void JobShard::attach(int rank, Lane& lane) { lanes_.at(static_cast<size_t>(rank)) = &lane; }
+
+void JobShard::detach(Lane& lane) {
+  std::replace(lanes_.begin(), lanes_.end(), &lane, static_cast<Lane*>(nullptr));
+}
+
+void JobShard::leave(int rank) {
+  left_.set(static_cast<size_t>(rank));
+  if (!stalled().empty()) refuse_absent(rank);
+}
+
+void JobShard::refuse_absent(int rank) const {
+  throw Error(ErrorCode::peer_lost,
+              "[pbox] rank " + std::to_string(rank) +
+                  " has left the job in good order, but other ranks still exchange; "
+                  "all ranks must make the same number of steps",
+              rank);
+}
+
+void JobShard::add(std::shared_ptr<Table> table) {
+  auto shard = std::make_unique<TableShard>();
+  const TableInfo& info = table->info;
+  shard->keys.resize(info.keys.size());
+  shard->chunks.resize(info.chunks.size());
+  for (uint32_t index = 0; index < info.chunks.size(); ++index)
+    if (info.chunks[index].core == core_) shard->keys[info.chunks[index].key].chunks.push_back(index);
+  shard->table = std::move(table);
+  by_key_[info.first_key] = shard.get();
+  tables_[info.first_chunk] = std::move(shard);
+}
+
+void JobShard::drop(uint32_t table_id) {
+  std::erase_if(ready_, [&](Place& place) { return place.shard->table->info.id == table_id; });
+  std::erase_if(by_key_, [&](auto& item) { return item.second->table->info.id == table_id; });
+  std::erase_if(tables_, [&](auto& item) { return item.second->table->info.id == table_id; });
+}
+
+JobShard::Place JobShard::key_at(uint32_t id) {
+  auto found = by_key_.upper_bound(id);
+  if (found == by_key_.begin()) return {};
+  --found;
+  const uint32_t index = id - found->first;
+  if (index >= found->second->keys.size()) return {};
+  return {found->second, index};
+}
+
+JobShard::Place JobShard::chunk_at(uint32_t id) {
+  auto found = tables_.upper_bound(id);
+  if (found == tables_.begin()) return {};
+  --found;
+  const uint32_t index = id - found->first;
+  if (index >= found->second->chunks.size()) return {};
+  return {found->second.get(), index};
+}
+
+void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
+  if (failed_) return;  // what was under way when the job ended
+  if (header.sender != rank)
+    refuse(rank, "a frame as rank " + std::to_string(header.sender));
+  switch (header.kind) {
+    case FrameKind::push: return push(rank, header, payload);
+    case FrameKind::push_key: return push_key(rank, header);
+    case FrameKind::pull: return pull(rank, header);
+    case FrameKind::hyper: return set_hyper(rank, header, payload);
+    default: refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
+                              ", which a core does not take");
+  }
+}
+
+Arrivals& JobShard::arrive(Arrivals& arrivals, int rank, const Header& header, const char* what) {
+  const std::string name = std::string(what) + " " + std::to_string(header.id);
+  if (header.step != arrivals.step)
+    refuse(rank, name + " of step " + std::to_string(header.step) + ", expected step " +
+                     std::to_string(arrivals.step));
+  const auto bit = static_cast<size_t>(rank);
+  if (arrivals.arrived.test(bit)) refuse(rank, name + " twice in one step");
+  const bool init = header.flags & flag::init;
+  if (arrivals.arrived.any() && init != arrivals.init)
+    refuse(rank, name + (init ? " as initial weights" : " as a gradient") + ", other ranks did not");
+  const bool gradient = !(header.flags & flag::no_grad);
+  if (init && gradient && arrivals.with_gradient.any())
+    refuse(rank, name + " as initial weights, which another rank sent too");
+  for (int other = 0; left_.any() && other < workers; ++other)
+    if (left_.test(static_cast<size_t>(other))) refuse_absent(other);
+  arrivals.init = init;
+  arrivals.arrived.set(bit);
+  if (gradient) arrivals.with_gradient.set(bit);
+  return arrivals;
+}
+
+void JobShard::push(int rank, const Header& header, const std::byte* payload) {
+  const Place place = chunk_at(header.id);
+  if (!place.shard) refuse(rank, "unknown chunk " + std::to_string(header.id));
+  const TableInfo& info = place.shard->table->info;
+  const ChunkInfo& chunk = info.chunks[place.index];
+  if (chunk.core != core_) refuse(rank, "chunk " + std::to_string(header.id) + " to another chunk's core");
+  if (info.arena) refuse(rank, "a chunk of a key whose gradients are read in place");
+  const size_t expected = header.flags & flag::no_grad ? 0 : chunk.bytes;
+  if (header.length != expected)
+    refuse(rank, "chunk " + std::to_string(header.id) + " with " + std::to_string(header.length) +
+                     " bytes, expected " + std::to_string(expected));
+  Arrivals& arrivals = arrive(place.shard->chunks[place.index].arrivals, rank, header, "chunk");
+  if (expected) fold(*place.shard, place.index, payload);
+  if (arrivals.arrived.count() == static_cast<size_t>(workers)) answer_chunk(*place.shard, place.index);
+}
+
+void JobShard::push_key(int rank, const Header& header) {
+  const Place place = key_at(header.id);
+  if (!place.shard) refuse(rank, "unknown key " + std::to_string(header.id));
+  KeyState& key = place.shard->keys[place.index];
+  if (!place.shard->table->info.arena || header.length || key.chunks.empty())
+    refuse(rank, "key " + std::to_string(header.id) + " as if this core read it in place");
+  const Arrivals& arrivals = arrive(key.arrivals, rank, header, "key");
+  if (arrivals.arrived.count() == static_cast<size_t>(workers)) ready_.push_back(place);
+}
+
+void JobShard::pull(int rank, const Header& header) {
+  const Place place = chunk_at(header.id);
+  if (!place.shard) refuse(rank, "unknown chunk " + std::to_string(header.id));
+  const TableInfo& info = place.shard->table->info;
+  const ChunkInfo& chunk = info.chunks[place.index];
+  if (!info.server || info.arena || chunk.core != core_ || header.length)
+    refuse(rank, "a pull of chunk " + std::to_string(header.id) + ", of which this core keeps no weights");
+  send_weights(*place.shard, place.index, rank);
+}
+
+void JobShard::set_hyper(int rank, const Header& header, const std::byte* payload) {
+  if (header.length != sizeof(HyperWire) || header.id >= kMaxGroups)
+    refuse(rank, "hyperparameters of " + std::to_string(header.length) + " bytes for group " +
+                     std::to_string(header.id));
+  if (header.id >= hyper_.size()) hyper_.resize(header.id + 1);
+  auto& group = hyper_[header.id];
+  group.resize(static_cast<size_t>(workers));
+  HyperWire values;
+  std::memcpy(&values, payload, sizeof values);
+  group[static_cast<size_t>(rank)] = values;
+}
+
+const HyperWire& JobShard::agreed_hyper(uint32_t group) const {
+  if (group >= hyper_.size())
+    throw Error(ErrorCode::mismatch, "[pbox] no rank has set hyperparameters of group " + std::to_string(group));
+  const auto& values = hyper_[group];
+  for (int rank = 0; rank < workers; ++rank) {
+    const auto& mine = values[static_cast<size_t>(rank)];
+    if (!mine)
+      throw Error(ErrorCode::mismatch, "[pbox] rank " + std::to_string(rank) +
+                                           " has not set hyperparameters of group " + std::to_string(group));
+    if (std::memcmp(&*mine, &*values[0], sizeof(HyperWire)) != 0)
+      throw Error(ErrorCode::mismatch,
+                  "[pbox] hyperparameters of group " + std::to_string(group) + " differ: rank 0 has " +
+                      describe(*values[0]) + ", rank " + std::to_string(rank) + " has " + describe(*mine) +
+                      "; give all ranks the same before the step's first push");
+  }
+  return *values[0];
+}
+
+void JobShard::fail(const Error& error) {
+  if (failed_) return;
+  failed_ = error;
+  ready_.clear();
+  const std::string text = error.what();
+  std::vector<std::byte> payload(sizeof(ErrorWire) + text.size());
+  const ErrorWire head{static_cast<int32_t>(error.code), error.rank};
+  std::memcpy(payload.data(), &head, sizeof head);
+  std::memcpy(payload.data() + sizeof head, text.data(), text.size());
+  const Header header{FrameKind::error, 0, 0, 0, 0, static_cast<uint32_t>(payload.size())};
+  for (Lane* lane : lanes_)
+    if (lane && !lane->is_closed()) lane->send_copy(header, payload.data());
+}
+
+std::vector<Stalled> JobShard::stalled() const {
+  constexpr size_t kReported = 8;
+  std::vector<Stalled> found;
+  const auto look = [&](const Arrivals& arrivals, uint32_t key) {
+    if (arrivals.arrived.none() || found.size() >= kReported) return;
+    if (arrivals.arrived.count() == static_cast<size_t>(workers)) return;
+    if (!found.empty() && found.back().key == key) return;
+    Stalled entry{key, {}};
+    for (int rank = 0; rank < workers; ++rank)
+      if (!arrivals.arrived.test(static_cast<size_t>(rank))) entry.missing.push_back(rank);
+    found.push_back(std::move(entry));
+  };
+  for (const auto& [first_chunk, shard] : tables_) {
+    const TableInfo& info = shard->table->info;
+    for (uint32_t key = 0; key < shard->keys.size(); ++key) look(shard->keys[key].arrivals, info.first_key + key);
+    for (uint32_t chunk = 0; chunk < shard->chunks.size(); ++chunk)
+      look(shard->chunks[chunk].arrivals, info.first_key + info.chunks[chunk].key);
+  }
+  return found;
+}
+
+}  // namespace phub

@@ -1,0 +1,118 @@
+// One core's part of one job: its lanes to the job's workers, and the chunks it owns. Everything
+// in here is touched by the core's thread only: no lock, no queue.
+#pragma once
+
+#include <array>
+#include <bitset>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lane.h"
+#include "table.h"
+
+namespace phub {
+
+inline constexpr int kMaxWorkers = 256;
+using RankSet = std::bitset<kMaxWorkers>;
+
+// What has arrived for one exchange of a chunk (or of a key, where gradients are read in place).
+struct Arrivals {
+  uint32_t step = 0;  // number of exchanges finished
+  RankSet arrived, with_gradient;
+  bool init = false;  // this exchange sets the weights
+};
+
+struct ChunkState {
+  Arrivals arrivals;
+  bool has_momentum = false;
+};
+
+struct KeyState {
+  Arrivals arrivals;
+  std::vector<uint32_t> chunks;  // indices in the table, of this core's chunks
+  size_t next = 0;               // first of `chunks` that is not answered in this exchange
+};
+
+struct TableShard {
+  std::shared_ptr<Table> table;
+  std::vector<KeyState> keys;      // one per key of the table
+  std::vector<ChunkState> chunks;  // one per chunk of the table; only this core's are used
+};
+
+struct Stalled {
+  uint32_t key;                // id on the wire
+  std::vector<int> missing;    // ranks that have not pushed it
+};
+
+// Told about what a worker did wrong or that it is gone.
+struct JobEvent {
+  uint32_t job;
+  ErrorCode code;
+  int rank;
+  std::string text;
+};
+
+class JobShard {
+ public:
+  JobShard(uint32_t id, int workers, int core);
+
+  const uint32_t id;
+  const int workers;
+
+  void attach(int rank, Lane& lane);
+  void detach(Lane& lane);
+  void leave(int rank);  // it said bye; throws Error(peer_lost) when others wait for it
+  void add(std::shared_ptr<Table> table);
+  void drop(uint32_t table_id);
+  // A frame of a worker. Throws Error(protocol) when it contradicts the key table.
+  void frame(int rank, const Header& header, const std::byte* payload);
+  // Answers up to `chunks` chunks of keys that are complete; true when there was something to do.
+  bool work(int chunks);
+  // Ends the job on this core: every worker gets the error, later frames are ignored.
+  void fail(const Error& error);
+  bool failed() const { return failed_.has_value(); }
+  std::vector<Stalled> stalled() const;
+  uint64_t chunks_answered() const { return answered_; }
+
+ private:
+  struct Place {  // of a key or a chunk: the table's shard and the index in it
+    TableShard* shard = nullptr;
+    uint32_t index = 0;
+  };
+  Place key_at(uint32_t id);
+  Place chunk_at(uint32_t id);
+  Arrivals& arrive(Arrivals& arrivals, int rank, const Header& header, const char* what);
+  [[noreturn]] void refuse_absent(int rank) const;
+  void push(int rank, const Header& header, const std::byte* payload);
+  void push_key(int rank, const Header& header);
+  void pull(int rank, const Header& header);
+  void set_hyper(int rank, const Header& header, const std::byte* payload);
+  const HyperWire& agreed_hyper(uint32_t group) const;
+
+  // answer.cpp: the arithmetic of a chunk, from first arrival to answer
+  void fold(TableShard& shard, uint32_t index, const std::byte* payload);
+  const std::byte* reduce_answer(TableShard& shard, uint32_t index);
+  const std::byte* optimized_answer(TableShard& shard, uint32_t index);
+  void answer_chunk(TableShard& shard, uint32_t index);
+  void reduce_in_place(TableShard& shard, const KeyState& key, uint32_t index);
+  void optimize_in_place(TableShard& shard, const KeyState& key, uint32_t index);
+  void finish_key(const Place& place);
+  void send_weights(TableShard& shard, uint32_t index, int rank);
+
+  const int core_;
+  std::vector<Lane*> lanes_;  // by rank
+  std::map<uint32_t, std::unique_ptr<TableShard>> tables_;  // by first chunk id
+  std::map<uint32_t, TableShard*> by_key_;                  // by first key id
+  std::vector<std::vector<std::optional<HyperWire>>> hyper_;  // [group][rank]
+  std::deque<Place> ready_;  // complete keys, in the order of completion
+  RankSet left_;
+  std::optional<Error> failed_;
+  uint64_t answered_ = 0;
+};
+
+}  // namespace phub

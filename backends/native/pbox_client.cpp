@@ -1,0 +1,296 @@
+#include "pbox_client.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace phub {
+namespace {
+
+// With less than this to come, the answer waits in the lane for whoever waits for it; with more
+// the background thread takes it in, so that the server is not held up.
+constexpr size_t kDriveBytes = 256 << 10;
+// A sleeping waiter is woken at the latest when so much has arrived, to overlap copying.
+constexpr size_t kWakeBytes = 128 << 10;
+
+template <class Map>
+auto* at_or_before(Map& map, uint32_t id) {
+  auto found = map.upper_bound(id);
+  return found == map.begin() ? nullptr : std::prev(found)->second;
+}
+
+}  // namespace
+
+PboxClient::PboxClient(Engine& engine, int rank) : engine_(engine), rank_(rank) {}
+
+PboxClient::~PboxClient() {
+  const auto guard = engine_.lock();
+  if (driven_) engine_.async_end();
+  for (Lane* lane : lanes_)
+    if (lane) engine_.remove(*lane);
+}
+
+void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
+  const auto guard = engine_.lock();
+  const auto index = static_cast<size_t>(core);
+  if (index >= lanes_.size()) {
+    lanes_.resize(index + 1);
+    outstanding_.resize(index + 1);
+  }
+  Lane& added = engine_.add(std::move(lane), *this);
+  added.owner = reinterpret_cast<void*>(index);
+  lanes_[index] = &added;
+}
+
+void PboxClient::add(TableInfo info) {
+  info.check();
+  const auto guard = engine_.lock();
+  for (const ChunkInfo& chunk : info.chunks)
+    if (chunk.core >= lanes_.size() || !lanes_[chunk.core])
+      throw Error(ErrorCode::internal, "[pbox] no lane to core " + std::to_string(chunk.core));
+  auto shard = std::make_unique<Shard>();
+  shard->keys.resize(info.keys.size());
+  shard->pending.resize(info.chunks.size());
+  for (const ChunkInfo& chunk : info.chunks) {
+    auto& cores = shard->keys[chunk.key].cores;
+    if (std::find(cores.begin(), cores.end(), chunk.core) == cores.end()) cores.push_back(chunk.core);
+  }
+  shard->info = std::move(info);
+  by_chunk_[shard->info.first_chunk] = shard.get();
+  by_key_[shard->info.first_key] = shard.get();
+  tables_[shard->info.id] = std::move(shard);
+}
+
+void PboxClient::drop(uint32_t table) {
+  const auto guard = engine_.lock();
+  const auto found = tables_.find(table);
+  if (found == tables_.end()) return;
+  Shard& gone = *found->second;
+  outstanding_keys_ -= gone.outstanding;
+  by_chunk_.erase(gone.info.first_chunk);
+  by_key_.erase(gone.info.first_key);
+  tables_.erase(found);
+}
+
+PboxClient::Shard& PboxClient::shard(uint32_t table) {
+  const auto found = tables_.find(table);
+  if (found == tables_.end())
+    throw Error(ErrorCode::config, "[pbox] table " + std::to_string(table) + " was closed");
+  return *found->second;
+}
+
+PboxClient::Key& PboxClient::startable(Shard& shard, uint32_t key) {
+  throw_if_failed();
+  Key& state = shard.keys.at(key);
+  if (state.outstanding)
+    throw Error(ErrorCode::duplicate, "[pbox] rank " + std::to_string(rank_) + " started key " +
+                                          std::to_string(key) + " again before its answer came");
+  return state;
+}
+
+PboxClient::Shard* PboxClient::by_chunk(uint32_t id) {
+  Shard* found = at_or_before(by_chunk_, id);
+  return found && id - found->info.first_chunk < found->pending.size() ? found : nullptr;
+}
+
+PboxClient::Shard* PboxClient::by_key(uint32_t id) {
+  Shard* found = at_or_before(by_key_, id);
+  return found && id - found->info.first_key < found->keys.size() ? found : nullptr;
+}
+
+void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory) {
+  const auto guard = engine_.lock();
+  Shard& target = shard(table);
+  Key& state = startable(target, key);
+  state.memory = memory;
+  state.pulling = false;
+  if (target.info.arena) send_key(target, key, flags);
+  else send_chunks(target, key, FrameKind::push, flags);
+  if (!(flags & flag::no_grad)) pushed_ += target.info.keys[key].bytes;
+  started(target);
+}
+
+void PboxClient::pull(uint32_t table, uint32_t key, std::byte* memory) {
+  const auto guard = engine_.lock();
+  Shard& target = shard(table);
+  if (!target.info.server || target.info.arena)
+    throw Error(ErrorCode::config, "[pbox] only keys with a server optimizer over lanes can be pulled alone");
+  Key& state = startable(target, key);
+  state.memory = memory;
+  state.pulling = true;
+  send_chunks(target, key, FrameKind::pull, 0);
+  started(target);
+}
+
+void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_t flags) {
+  const TableInfo& info = target.info;
+  const KeyInfo& range = info.keys[key];
+  Key& state = target.keys[key];
+  const bool payload = kind == FrameKind::push && !(flags & flag::no_grad);
+  for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index) {
+    const ChunkInfo& chunk = info.chunks[index];
+    const Header header{kind, flags, static_cast<uint16_t>(rank_), info.first_chunk + index, state.step,
+                        payload ? chunk.bytes : 0};
+    target.pending[index] = 1;
+    ++state.outstanding;
+    outstanding_[chunk.core] += lanes_[chunk.core]->footprint(chunk.bytes);
+    lanes_[chunk.core]->send(header, payload ? state.memory + (chunk.offset - range.offset) : nullptr);
+  }
+}
+
+void PboxClient::send_key(Shard& target, uint32_t key, uint8_t flags) {
+  Key& state = target.keys[key];
+  for (const uint16_t core : state.cores) {
+    const Header header{FrameKind::push_key, flags, static_cast<uint16_t>(rank_),
+                        target.info.first_key + key, state.step, 0};
+    ++state.outstanding;
+    outstanding_[core] += lanes_[core]->footprint(0);
+    lanes_[core]->send(header, nullptr);
+  }
+}
+
+void PboxClient::started(Shard& target) {
+  ++target.outstanding;
+  ++outstanding_keys_;
+  const bool queued = std::any_of(lanes_.begin(), lanes_.end(), [](Lane* lane) { return lane && !lane->idle(); });
+  const size_t to_come = std::accumulate(outstanding_.begin(), outstanding_.end(), size_t{0});
+  if (!driven_ && (queued || to_come > kDriveBytes)) {
+    driven_ = true;
+    engine_.async_begin();
+  }
+  engine_.kick();
+}
+
+void PboxClient::set_hyper(uint32_t group, const HyperWire& hyper) {
+  const auto guard = engine_.lock();
+  throw_if_failed();
+  const Header header{FrameKind::hyper, 0, static_cast<uint16_t>(rank_), group, 0, sizeof hyper};
+  for (Lane* lane : lanes_) lane->send_copy(header, &hyper);
+  engine_.kick();
+}
+
+std::byte* PboxClient::destination(Lane&, const Header& header) {
+  if (header.kind != FrameKind::result) return nullptr;
+  Shard* target = by_chunk(header.id);
+  if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
+  const uint32_t index = header.id - target->info.first_chunk;
+  const ChunkInfo& chunk = target->info.chunks[index];
+  if (!target->pending[index] || header.length != chunk.bytes)
+    throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+  return target->keys[chunk.key].memory + (chunk.offset - target->info.keys[chunk.key].offset);
+}
+
+void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payload) {
+  if (header.kind == FrameKind::error) return receive_error(payload, header.length);
+  if (header.kind == FrameKind::bye) return;
+  if (header.kind != FrameKind::result) throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
+  if (header.flags & flag::arena) {
+    Shard* target = by_key(header.id);
+    if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown key");
+    return answered(*target, lane, header.id - target->info.first_key, lane.footprint(0));
+  }
+  Shard* target = by_chunk(header.id);
+  if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
+  const uint32_t index = header.id - target->info.first_chunk;
+  target->pending[index] = 0;
+  const ChunkInfo& chunk = target->info.chunks[index];
+  answered(*target, lane, chunk.key, lane.footprint(chunk.bytes));
+}
+
+void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes) {
+  Key& state = target.keys[key];
+  if (!state.outstanding) throw Error(ErrorCode::protocol, "[pbox] the server answered a key twice");
+  outstanding_[reinterpret_cast<size_t>(lane.owner)] -= bytes;
+  if (--state.outstanding) return;
+  if (!state.pulling) ++state.step;
+  --target.outstanding;
+  engine_.completed();
+  if (--outstanding_keys_ == 0 && driven_) {
+    driven_ = false;
+    engine_.async_end();
+  }
+}
+
+void PboxClient::receive_error(const std::byte* payload, uint32_t length) {
+  ErrorWire head{};
+  if (length < sizeof head) throw Error(ErrorCode::protocol, "[pbox] a short error frame");
+  std::memcpy(&head, payload, sizeof head);
+  const auto* text = reinterpret_cast<const char*>(payload + sizeof head);
+  if (!failed_)
+    failed_ = Error(static_cast<ErrorCode>(head.code), std::string(text, length - sizeof head), head.rank);
+  engine_.completed();
+}
+
+void PboxClient::closed(Lane&, const Error& why) {
+  if (!failed_ && !closing_)
+    failed_ = Error(why.code, std::string("[pbox] the PBox server was lost: ") + why.what());
+  engine_.completed();
+}
+
+void PboxClient::fail(const Error& error) {
+  const auto guard = engine_.lock();
+  if (!failed_) failed_ = error;
+  engine_.completed();
+  engine_.progress_once();
+}
+
+void PboxClient::bye() {
+  const auto guard = engine_.lock();
+  closing_ = true;
+  const Header header{FrameKind::bye, 0, static_cast<uint16_t>(rank_), 0, 0, 0};
+  for (Lane* lane : lanes_)
+    if (lane && !lane->is_closed()) lane->send(header, nullptr);
+  engine_.progress_once();
+}
+
+void PboxClient::throw_if_failed() const {
+  if (failed_) throw *failed_;
+}
+
+bool PboxClient::done(uint32_t table, uint32_t key) {
+  const auto guard = engine_.lock();
+  if (failed_ || !shard(table).keys.at(key).outstanding) return true;
+  engine_.progress_once();
+  return failed_ || !shard(table).keys.at(key).outstanding;
+}
+
+void PboxClient::set_expectations(const Shard& target, uint32_t key) {
+  // Only when all that is under way is waited for is it known how much must come first.
+  const bool all = target.outstanding == outstanding_keys_ && (key == kAllKeys || outstanding_keys_ == 1);
+  for (size_t core = 0; core < lanes_.size(); ++core)
+    if (lanes_[core])
+      engine_.expect(*lanes_[core], all ? std::clamp<size_t>(outstanding_[core], 1, kWakeBytes) : 1);
+}
+
+bool PboxClient::wait(uint32_t table, uint32_t key, double timeout_s) {
+  const auto finished = [&] {
+    if (failed_) return true;
+    Shard& target = shard(table);
+    if (key == kAllKeys ? !target.outstanding : !target.keys.at(key).outstanding) return true;
+    set_expectations(target, key);
+    return false;
+  };
+  const bool finished_in_time = engine_.wait(finished, timeout_s);
+  const auto guard = engine_.lock();
+  throw_if_failed();
+  return finished_in_time;
+}
+
+uint64_t PboxClient::pushed_bytes() {
+  const auto guard = engine_.lock();
+  return pushed_;
+}
+
+LaneCounters PboxClient::counters() {
+  const auto guard = engine_.lock();
+  LaneCounters sum;
+  for (Lane* lane : lanes_) {
+    if (!lane) continue;
+    sum.bytes_sent += lane->counters.bytes_sent;
+    sum.bytes_received += lane->counters.bytes_received;
+    sum.wakeups += lane->counters.wakeups;
+  }
+  return sum;
+}
+
+}  // namespace phub

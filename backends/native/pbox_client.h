@@ -1,0 +1,91 @@
+// The worker's end of a PBox: pushes keys, receives their answers into the same memory.
+//
+// Thread contract: public methods take the engine's lock themselves and may be called from any
+// thread; as a Sink it is called by the engine, with the lock held.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine.h"
+#include "table.h"
+
+namespace phub {
+
+class PboxClient : public Sink {
+ public:
+  PboxClient(Engine& engine, int rank);
+  ~PboxClient() override;
+
+  void attach(int core, std::unique_ptr<Lane> lane);
+  void add(TableInfo info);  // as registered on the server
+  void drop(uint32_t table);
+
+  // Starts one exchange of a key. `memory` points at the key's first byte; the answer replaces it
+  // (except in a shared model) and it must stay valid and unchanged until then. Unused when the
+  // gradient stands in the shared arena. flags: flag::no_grad, flag::init.
+  void push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory);
+  // Asks for the current weights of a key into `memory` (server optimizer, not in place).
+  void pull(uint32_t table, uint32_t key, std::byte* memory);
+  // Hyperparameters of a parameter group for all later pushes.
+  void set_hyper(uint32_t group, const HyperWire& hyper);
+
+  // Answered, or failed. Moves lanes, never sleeps.
+  bool done(uint32_t table, uint32_t key);
+  // Blocks until the key (or, with kAllKeys, the whole table) is answered. False after timeout_s.
+  // Throws the error that ended the job.
+  bool wait(uint32_t table, uint32_t key, double timeout_s);
+  static constexpr uint32_t kAllKeys = UINT32_MAX;
+
+  // Ends the job for this worker: later calls throw this.
+  void fail(const Error& error);
+  void bye();  // tells the cores that this end closes in good order
+  uint64_t pushed_bytes();
+  LaneCounters counters();
+
+  std::byte* destination(Lane& lane, const Header& header) override;
+  void frame(Lane& lane, const Header& header, const std::byte* payload) override;
+  void closed(Lane& lane, const Error& why) override;
+
+ private:
+  struct Key {
+    uint32_t step = 0;         // exchanges finished
+    uint32_t outstanding = 0;  // frames of answer that are still to come
+    bool pulling = false;      // this answer finishes no exchange
+    std::byte* memory = nullptr;
+    std::vector<uint16_t> cores;  // that own chunks of it (in place only)
+  };
+  struct Shard {
+    TableInfo info;
+    std::vector<Key> keys;
+    std::vector<uint8_t> pending;  // per chunk: its answer is to come
+    uint32_t outstanding = 0;      // keys without their answer
+  };
+  Shard& shard(uint32_t table);
+  Key& startable(Shard& shard, uint32_t key);  // throws when it is in flight
+  Shard* by_chunk(uint32_t id);
+  Shard* by_key(uint32_t id);
+  void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
+  void send_key(Shard& shard, uint32_t key, uint8_t flags);
+  void started(Shard& shard);
+  void answered(Shard& shard, Lane& lane, uint32_t key, size_t bytes);
+  void receive_error(const std::byte* payload, uint32_t length);
+  void throw_if_failed() const;
+  void set_expectations(const Shard& shard, uint32_t key);
+
+  Engine& engine_;
+  const int rank_;
+  std::vector<Lane*> lanes_;           // by core
+  std::vector<size_t> outstanding_;    // by core: bytes of answers to come
+  std::map<uint32_t, std::unique_ptr<Shard>> tables_;  // by id
+  std::map<uint32_t, Shard*> by_chunk_, by_key_;       // by first id on the wire
+  uint32_t outstanding_keys_ = 0;
+  bool driven_ = false;  // the background thread was asked to drive
+  bool closing_ = false;
+  uint64_t pushed_ = 0;
+  std::optional<Error> failed_;
+};
+
+}  // namespace phub

@@ -1,0 +1,46 @@
+#include "table.h"
+
+#include <algorithm>
+#include <string>
+
+namespace phub {
+
+void TableInfo::check() const {
+  const auto refuse = [](const std::string& what) {
+    throw Error(ErrorCode::config, "[table] " + what);
+  };
+  for (const KeyInfo& key : keys) {
+    if (static_cast<int>(key.dtype) >= kDTypes) refuse("unknown dtype");
+    if (key.offset + key.bytes > bytes || key.offset % 64) refuse("a key is outside of the arena");
+    if (size_t{key.first_chunk} + key.chunks > chunks.size()) refuse("a key's chunks are not there");
+    if (server && key.dtype > DType::bf16) refuse("an optimizer needs floating-point keys");
+  }
+  for (const ChunkInfo& chunk : chunks) {
+    if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
+    const KeyInfo& key = keys[chunk.key];
+    if (chunk.offset < key.offset || chunk.offset + chunk.bytes > key.offset + key.bytes)
+      refuse("a chunk straddles keys");
+    if (chunk.bytes % item_size(key.dtype)) refuse("a chunk splits an element");
+  }
+}
+
+Table::Table(TableInfo table, int workers) : info(std::move(table)) {
+  info.check();
+  const auto& keys = info.keys;
+  const bool narrow = std::any_of(keys.begin(), keys.end(), [](auto& k) { return is_16bit(k.dtype); });
+  wide = narrow ? 2 : 1;
+  if (info.arena)
+    for (int rank = 0; rank < workers; ++rank) arenas.push_back(Memory::shared(info.bytes));
+  if (info.server) {
+    momentum = Memory::anonymous(info.bytes * wide);
+    if (!info.shared || narrow) master = Memory::anonymous(info.bytes * wide);
+  }
+  if (info.shared)
+    for (auto& buffer : weights) buffer = Memory::shared(info.bytes);
+  if (info.arena) return;
+  if (info.server || narrow) sums = Memory::anonymous(info.bytes * wide);
+  if (!info.server || narrow)
+    for (auto& buffer : answers) buffer = Memory::anonymous(info.bytes);
+}
+
+}  // namespace phub
