@@ -1,0 +1,72 @@
+"""The one table of backends, and how to get one by its name. Importing this starts nothing."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+
+from phub_collective.backends.base import Backend, Context
+from phub_collective.errors import BackendUnavailable, ConfigError
+
+# name -> module with is_available() and create(context); see backends/base.py.
+TABLE: dict[str, str] = {
+    "pbox": "phub_collective.backends.pbox",
+    "ring": "phub_collective.backends.ring",
+    "halving_doubling": "phub_collective.backends.halving_doubling",
+    "mpi": "phub_collective.backends.mpi",
+    "gloo": "phub_collective.backends.gloo",
+}
+
+ENTRY_POINT_GROUP = "phub_collective.backends"  # others add a backend by an entry point
+
+
+def names() -> list[str]:
+    """All backends, those of this package first, in the order of the table."""
+    return [*TABLE, *sorted(_foreign().keys() - TABLE.keys())]
+
+
+def available() -> dict[str, str | None]:
+    """For each backend None when it can be used here, else the reason why not."""
+    return {name: unavailable_reason(name) for name in names()}
+
+
+def unavailable_reason(name: str) -> str | None:
+    """None when backend `name` can be used here, else why not.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    try:
+        reason: str | None = _module(name).is_available()
+    except (ImportError, AttributeError) as error:
+        return f"it cannot be loaded: {error}"
+    return reason
+
+
+def create(name: str, context: Context) -> Backend:
+    """Connect backend `name`. Collective: every rank of the job creates it.
+
+    Raises:
+        ConfigError: there is no such backend.
+        BackendUnavailable: it cannot be used here; the message says why.
+    """
+    reason = unavailable_reason(name)
+    if reason is not None:
+        raise BackendUnavailable(f"[{name}] is not available on rank {context.rank}: {reason}")
+    backend: Backend = _module(name).create(context)
+    return backend
+
+
+def _module(name: str) -> ModuleType:
+    if name in TABLE:
+        return importlib.import_module(TABLE[name])
+    foreign = _foreign()
+    if name in foreign:
+        module: ModuleType = foreign[name].load()
+        return module
+    raise ConfigError(f"[backends] unknown backend {name!r}; expected one of {', '.join(names())}")
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
