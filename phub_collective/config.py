@@ -23,23 +23,40 @@ class Config:
     backend: str = _setting("auto", "PHUB_BACKEND", "auto | NAME | ^NAME,... | rules by size")
     lane: str = _setting("auto", "PHUB_LANE", "transport of lanes: auto | shm | tcp")
     pbox: str = _setting("", "PHUB_PBOX", "HOST:PORT of a running PBox; empty: one is started")
-    pbox_cores: int = _setting(0, "PHUB_PBOX_CORES", "cores of a PBox we start; 0: one per CPU, at most 8")
+    pbox_cores: int = _setting(
+        0, "PHUB_PBOX_CORES", "cores of a PBox we start; 0: one per CPU, at most 8"
+    )
     job: str = _setting("", "PHUB_JOB", "name of the job (namespace) on the PBox")
     token: str = _setting("", "PHUB_TOKEN", "job token to join a job made by someone else")
     chunk_bytes: int = _setting(32 << 10, "PHUB_CHUNK_BYTES", "bytes of a chunk (4 KiB .. 4 MiB)")
     bucket_bytes: int = _setting(25 << 20, "PHUB_BUCKET_BYTES", "bytes of a gradient bucket")
-    timeout: float = _setting(30.0, "PHUB_TIMEOUT", "seconds of silence of a lost peer before an error")
-    stall_warning: float = _setting(60.0, "PHUB_STALL_WARNING", "seconds until a stalled operation is reported")
-    stall_timeout: float = _setting(600.0, "PHUB_STALL_TIMEOUT", "seconds until a stalled operation is an error")
-    congestion: str = _setting("", "PHUB_TCP_CONGESTION", "TCP congestion control of lanes; empty: cubic, reno or the system's")
-    socket_buffer: int = _setting(0, "PHUB_TCP_BUFFER", "bytes of a lane's socket buffers; 0: the kernel tunes them")
-    spin_us: int = _setting(0, "PHUB_SPIN_US", "microseconds to spin before sleeping (never when oversubscribed)")
+    timeout: float = _setting(
+        30.0, "PHUB_TIMEOUT", "seconds of silence of a lost peer before an error"
+    )
+    start_timeout: float = _setting(
+        120.0, "PHUB_START_TIMEOUT", "seconds until all ranks must have called init"
+    )
+    stall_warning: float = _setting(
+        60.0, "PHUB_STALL_WARNING", "seconds until a stalled operation is reported"
+    )
+    stall_timeout: float = _setting(
+        600.0, "PHUB_STALL_TIMEOUT", "seconds until a stalled operation is an error"
+    )
+    congestion: str = _setting(
+        "",
+        "PHUB_TCP_CONGESTION",
+        "TCP congestion control of lanes; empty: cubic, reno or the system's",
+    )
+    socket_buffer: int = _setting(
+        0, "PHUB_TCP_BUFFER", "bytes of a lane's socket buffers; 0: the kernel tunes them"
+    )
+    spin_us: int = _setting(
+        0, "PHUB_SPIN_US", "microseconds to spin before sleeping (never when oversubscribed)"
+    )
     log_level: str = _setting("warning", "PHUB_LOG_LEVEL", "debug | info | warning | error")
 
     @staticmethod
-    def from_environment(
-        environ: Mapping[str, str] | None = None, **overrides: Any
-    ) -> Config:
+    def from_environment(environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
         """Read PHUB_* variables; `overrides` that are not None win.
 
         Raises:
@@ -51,12 +68,13 @@ class Config:
             variable = item.metadata["variable"]
             text = environ.get(variable)
             if text is not None and text != "":
-                kind = type(item.default)
+                kind: Any = type(item.default)
                 try:
                     values[item.name] = kind(text)
                 except ValueError:
                     raise ConfigError(
-                        f"[config] {variable}={text!r}: expected {kind.__name__} ({item.metadata['meaning']})"
+                        f"[config] {variable}={text!r}: expected {kind.__name__} "
+                        f"({item.metadata['meaning']})"
                     ) from None
         unknown = overrides.keys() - {item.name for item in dataclasses.fields(Config)}
         if unknown:
@@ -75,6 +93,13 @@ class Config:
                 f"[config] PHUB_CHUNK_BYTES={self.chunk_bytes}: expected a multiple of 64 "
                 "between 4096 and 4194304"
             )
-        for name in ("timeout", "stall_warning", "stall_timeout"):
-            if getattr(self, name) <= 0:
+        for name in ("timeout", "start_timeout", "stall_warning", "stall_timeout"):
+            if not getattr(self, name) > 0:  # catches NaN too
                 raise ConfigError(f"[config] {name}={getattr(self, name)}: expected seconds > 0")
+        for name, least in (("bucket_bytes", 1), ("pbox_cores", 0), ("socket_buffer", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"[config] {name}={getattr(self, name)}: expected >= {least}")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(
+                f"[config] PHUB_LOG_LEVEL={self.log_level!r}: expected debug, info, warning or error"
+            )
