@@ -1,0 +1,63 @@
+// The arithmetic of a PBox core on CPU: reductions over the workers' arrays and optimizer steps.
+//
+// Contract of all functions: any count (also 0) and any alignment; two arrays coincide exactly or do
+// not overlap; safe from any thread; nothing is allocated or remembered. Arrays are combined in the
+// order given, and results are bitwise the same on every instruction set. 16-bit floats are
+// accumulated in fp32 and rounded once, to nearest even. Integers wrap around.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/sgd.h"
+#include "kernels/types.h"
+
+namespace phub {
+
+// Instruction sets the loops are compiled for; the last that this machine has is the default.
+enum class Isa { baseline = 0, avx2 = 1, avx512 = 2 };
+bool has_isa(Isa isa);
+Isa best_isa();
+
+// Factors of a reduction. `pre` multiplies every element before, `post` the result after; both act
+// on floating types only and in the accumulator's type. `divisor` acts on integers under
+// ReduceOp::average only and rounds towards minus infinity (an average of floats has 1/N in `post`).
+struct Scale {
+  double pre = 1.0;
+  double post = 1.0;
+  int divisor = 1;
+};
+
+// Each of the n_out (>= 1) arrays `outs` = op over the n (>= 1) arrays `in`, all of type t. Outputs
+// may coincide with inputs. min and max propagate NaN. bool: sum and max are OR, product and min AND.
+void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* const* in, int n,
+            size_t count, const Scale& scale = {}, Isa isa = best_isa());
+
+// The same in pieces, as arrays arrive. `acc` has accumulator_type(t); the first array sets it.
+// Folding all arrays and finishing equals `reduce` bitwise. `fold` uses scale.pre, `finish` the
+// rest. In `finish` out may be acc when t is its own accumulator type.
+void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool first,
+          const Scale& scale = {}, Isa isa = best_isa());
+void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, const Scale& scale = {},
+            Isa isa = best_isa());
+
+// What an optimizer step of a model of floating type t reads and writes. Weights and momentum have
+// accumulator_type(t).
+struct StepArrays {
+  const void* weights_in = nullptr;
+  void* weights_out = nullptr;  // may be weights_in; else the model is double-buffered
+  void* momentum = nullptr;     // read and written; unused when SgdParams::momentum is 0
+  void* const* outs = nullptr;  // n_out further copies of the new weights, of type t;
+  int n_out = 0;                // one that is weights_out is skipped
+};
+
+// One step of SGD; gradient = scale.post * `acc`, which has accumulator_type(t). `first`: the
+// momentum is not set yet. Throws std::invalid_argument when t is no floating type.
+void sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* acc, size_t count,
+         const Scale& scale, bool first, Isa isa = best_isa());
+
+// The same with gradient = post * sum(pre * in[k]) of n arrays of type t, in one pass. Equals
+// `fold` of all arrays and `sgd` bitwise. `in` may coincide with `outs`.
+void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in,
+                int n, size_t count, const Scale& scale, bool first, Isa isa = best_isa());
+
+}  // namespace phub
