@@ -102,6 +102,7 @@ void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* me
   const auto guard = engine_.lock();
   Shard& target = shard(table);
   Key& state = startable(target, key);
+  if (!target.info.keys[key].chunks) return;  // no elements: nothing to exchange
   state.memory = memory;
   state.pulling = false;
   if (target.info.arena) send_key(target, key, flags);
@@ -116,6 +117,7 @@ void PboxClient::pull(uint32_t table, uint32_t key, std::byte* memory) {
   if (!target.info.server || target.info.arena)
     throw Error(ErrorCode::config, "[pbox] only keys with a server optimizer over lanes can be pulled alone");
   Key& state = startable(target, key);
+  if (!target.info.keys[key].chunks) return;
   state.memory = memory;
   state.pulling = true;
   send_chunks(target, key, FrameKind::pull, 0);

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/types.h"
+#include "kernels/cpu.h"
 #include "memory.h"
 #include "wire.h"
 
@@ -34,8 +34,7 @@ struct TableInfo {
   std::vector<KeyInfo> keys;
   std::vector<ChunkInfo> chunks;
   ReduceOp op = ReduceOp::sum;
-  double scale = 1.0;  // the result's factor on floating types (average: 1/N is in here)
-  int divisor = 1;     // of integer averages
+  Scale scale;          // an average has 1/N in here
   bool arena = false;   // all workers share memory with the server: gradients are read in place
   bool server = false;  // the core runs the optimizer
   bool shared = false;  // workers read the weights where the core writes them

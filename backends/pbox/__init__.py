@@ -1,0 +1,18 @@
+"""The PBox parameter server: placement, server, and the worker's end."""
+
+from __future__ import annotations
+
+from phub_collective.backends.base import Backend, Context
+from phub_collective.backends.native import unavailable_reason
+
+
+def is_available() -> str | None:
+    """None, or why there is no PBox here."""
+    return unavailable_reason()
+
+
+def create(context: Context) -> Backend:
+    """Connect to the job's PBox (see backend.create). Collective."""
+    from phub_collective.backends.pbox import backend
+
+    return backend.create(context)

@@ -1,0 +1,219 @@
+// The arithmetic of a chunk on its core: fold what arrives, or read it in place; when all workers
+// have pushed, reduce or optimize, and answer ("tall" aggregation, paper section 3.2). One thread
+// does it all while the chunk is in its cache.
+#include <cstring>
+
+#include "job.h"
+#include "kernels/cpu.h"
+
+namespace phub {
+namespace {
+
+size_t elements(const TableInfo& info, const ChunkInfo& chunk) {
+  return chunk.bytes / item_size(info.keys[chunk.key].dtype);
+}
+
+SgdParams sgd_params(const HyperWire& hyper) {
+  return {hyper.lr,       hyper.momentum,       hyper.dampening, hyper.weight_decay,
+          hyper.nesterov != 0, hyper.maximize != 0};
+}
+
+// A chunk's place in a buffer with the arena's layout.
+std::byte* narrow_at(const std::shared_ptr<Memory>& memory, const ChunkInfo& chunk) {
+  return memory->data() + chunk.offset;
+}
+
+// A chunk's place in a buffer in the accumulator type.
+std::byte* wide_at(const Table& table, const std::shared_ptr<Memory>& memory, const ChunkInfo& chunk) {
+  return memory->data() + chunk.offset * table.wide;
+}
+
+void next_exchange(Arrivals& arrivals) {
+  ++arrivals.step;
+  arrivals.arrived.reset();
+  arrivals.with_gradient.reset();
+}
+
+// Weights given from outside: converted to the master's type.
+void set_master(const Table& table, const ChunkInfo& chunk, const void* weights) {
+  const DType t = table.info.keys[chunk.key].dtype;
+  fold(t, ReduceOp::sum, wide_at(table, table.master, chunk), weights, elements(table.info, chunk), true);
+}
+
+void copy_from_master(const Table& table, const ChunkInfo& chunk, void* out) {
+  const DType t = table.info.keys[chunk.key].dtype;
+  finish(t, ReduceOp::sum, out, wide_at(table, table.master, chunk), elements(table.info, chunk));
+}
+
+}  // namespace
+
+// --- over lanes: folded as it arrives ---
+
+void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  const Arrivals& arrivals = shard.chunks[index].arrivals;
+  const DType t = table.info.keys[chunk.key].dtype;
+  const bool to_answer = !table.info.server && !is_16bit(t);
+  std::byte* sum = to_answer ? narrow_at(table.answers[arrivals.step % 2], chunk)
+                             : wide_at(table, table.sums, chunk);
+  const bool first = arrivals.with_gradient.count() == 1;
+  const Scale scale = arrivals.init ? Scale{} : table.info.scale;
+  phub::fold(t, table.info.op, sum, payload, elements(table.info, chunk), first, scale);
+}
+
+const std::byte* JobShard::reduce_answer(TableShard& shard, uint32_t index) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  const Arrivals& arrivals = shard.chunks[index].arrivals;
+  const DType t = table.info.keys[chunk.key].dtype;
+  std::byte* answer = narrow_at(table.answers[arrivals.step % 2], chunk);
+  if (arrivals.with_gradient.none()) {
+    std::memset(answer, 0, chunk.bytes);
+    return answer;
+  }
+  const std::byte* sum = is_16bit(t) ? wide_at(table, table.sums, chunk) : answer;
+  const Scale scale = arrivals.init ? Scale{} : table.info.scale;
+  finish(t, arrivals.init ? ReduceOp::sum : table.info.op, answer, sum, elements(table.info, chunk), scale);
+  return answer;
+}
+
+const std::byte* JobShard::optimized_answer(TableShard& shard, uint32_t index) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  ChunkState& state = shard.chunks[index];
+  const KeyInfo& key = table.info.keys[chunk.key];
+  const size_t count = elements(table.info, chunk);
+  std::byte* weights = wide_at(table, table.master, chunk);
+  const std::byte* sum = wide_at(table, table.sums, chunk);
+  if (state.arrivals.with_gradient.none()) {
+    // No rank has a gradient: weights and state stay as they are.
+  } else if (state.arrivals.init) {
+    std::memcpy(weights, sum, chunk.bytes * (is_16bit(key.dtype) ? 2 : 1));
+  } else {
+    const SgdParams params = sgd_params(agreed_hyper(key.group));
+    const StepArrays arrays{weights, weights, wide_at(table, table.momentum, chunk), nullptr, 0};
+    sgd(key.dtype, params, arrays, sum, count, table.info.scale, !state.has_momentum);
+    state.has_momentum = params.momentum != 0.0;
+  }
+  if (!is_16bit(key.dtype)) return weights;
+  std::byte* answer = narrow_at(table.answers[state.arrivals.step % 2], chunk);
+  copy_from_master(table, chunk, answer);
+  return answer;
+}
+
+void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
+  const TableInfo& info = shard.table->info;
+  Arrivals& arrivals = shard.chunks[index].arrivals;
+  const std::byte* answer = info.server ? optimized_answer(shard, index) : reduce_answer(shard, index);
+  const Header header{FrameKind::result, 0, 0, info.first_chunk + index, arrivals.step, info.chunks[index].bytes};
+  next_exchange(arrivals);
+  ++answered_;
+  for (Lane* lane : lanes_)
+    if (lane) lane->send(header, answer);
+}
+
+void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  const Header header{FrameKind::result, 0, 0, table.info.first_chunk + index,
+                      shard.chunks[index].arrivals.step, chunk.bytes};
+  std::vector<std::byte> weights(chunk.bytes);
+  copy_from_master(table, chunk, weights.data());
+  lanes_[static_cast<size_t>(rank)]->send_copy(header, weights.data());
+}
+
+// --- in place: gradients are read where the workers wrote them ---
+
+void JobShard::reduce_in_place(TableShard& shard, const KeyState& key, uint32_t index) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  const DType t = table.info.keys[chunk.key].dtype;
+  std::array<void*, kMaxWorkers> outs;
+  std::array<const void*, kMaxWorkers> ins;
+  int n = 0;
+  for (int rank = 0; rank < workers; ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    outs[at] = narrow_at(table.arenas[at], chunk);
+    if (key.arrivals.with_gradient.test(at)) ins[static_cast<size_t>(n++)] = outs[at];
+  }
+  if (n == 0) {
+    for (int rank = 0; rank < workers; ++rank) std::memset(outs[static_cast<size_t>(rank)], 0, chunk.bytes);
+  } else if (key.arrivals.init) {
+    for (int rank = 0; rank < workers; ++rank)
+      if (outs[static_cast<size_t>(rank)] != ins[0])
+        std::memcpy(outs[static_cast<size_t>(rank)], ins[0], chunk.bytes);
+  } else {
+    reduce(t, table.info.op, outs.data(), workers, ins.data(), n, elements(table.info, chunk), table.info.scale);
+  }
+}
+
+void JobShard::optimize_in_place(TableShard& shard, const KeyState& key, uint32_t index) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  const KeyInfo& range = table.info.keys[chunk.key];
+  ChunkState& state = shard.chunks[index];
+  const size_t count = elements(table.info, chunk);
+  std::array<void*, kMaxWorkers> outs;
+  std::array<const void*, kMaxWorkers> ins;
+  int n_out = 0, n = 0;
+  for (size_t rank = 0; rank < static_cast<size_t>(workers); ++rank) {
+    std::byte* arena = narrow_at(table.arenas[rank], chunk);
+    if (!table.info.shared) outs[static_cast<size_t>(n_out++)] = arena;
+    if (key.arrivals.with_gradient.test(rank)) ins[static_cast<size_t>(n++)] = arena;
+  }
+  // In a shared model exchange t reads buffer t mod 2 and writes the other one; 16-bit weights
+  // have a master in fp32 beside it.
+  const uint32_t step = key.arrivals.step;
+  std::byte* current = table.info.shared ? narrow_at(table.weights[step % 2], chunk) : nullptr;
+  std::byte* next = table.info.shared ? narrow_at(table.weights[(step + 1) % 2], chunk) : nullptr;
+  const bool own_master = table.master && (!table.info.shared || is_16bit(range.dtype));
+  if (table.info.shared && (own_master || key.arrivals.init)) outs[static_cast<size_t>(n_out++)] = next;
+
+  if (key.arrivals.init && n > 0) {
+    const void* weights = ins[0];
+    if (own_master) set_master(table, chunk, weights);
+    if (current) std::memcpy(current, weights, chunk.bytes);
+    for (int i = 0; i < n_out; ++i)
+      if (outs[static_cast<size_t>(i)] != weights) std::memcpy(outs[static_cast<size_t>(i)], weights, chunk.bytes);
+  } else if (n == 0) {
+    if (next) std::memcpy(next, current, chunk.bytes);
+    else
+      for (int i = 0; i < n_out; ++i) copy_from_master(table, chunk, outs[static_cast<size_t>(i)]);
+  } else {
+    const SgdParams params = sgd_params(agreed_hyper(range.group));
+    std::byte* master = own_master ? wide_at(table, table.master, chunk) : nullptr;
+    const StepArrays arrays{own_master ? master : current, own_master ? master : next,
+                            wide_at(table, table.momentum, chunk), outs.data(), n_out};
+    reduce_sgd(range.dtype, params, arrays, ins.data(), n, count, table.info.scale, !state.has_momentum);
+    state.has_momentum = params.momentum != 0.0;
+  }
+}
+
+void JobShard::finish_key(const Place& place) {
+  KeyState& key = place.shard->keys[place.index];
+  const Header header{FrameKind::result, flag::arena, 0, place.shard->table->info.first_key + place.index,
+                      key.arrivals.step, 0};
+  key.next = 0;
+  next_exchange(key.arrivals);
+  for (Lane* lane : lanes_)
+    if (lane) lane->send(header, nullptr);
+}
+
+bool JobShard::work(int chunks) {
+  if (ready_.empty()) return false;
+  const Place place = ready_.front();
+  KeyState& key = place.shard->keys[place.index];
+  const bool server = place.shard->table->info.server;
+  for (; chunks > 0 && key.next < key.chunks.size(); --chunks, ++key.next, ++answered_) {
+    if (server) optimize_in_place(*place.shard, key, key.chunks[key.next]);
+    else reduce_in_place(*place.shard, key, key.chunks[key.next]);
+  }
+  if (key.next == key.chunks.size()) {
+    ready_.pop_front();
+    finish_key(place);
+  }
+  return true;
+}
+
+}  // namespace phub

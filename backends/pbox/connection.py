@@ -1,0 +1,303 @@
+"""A worker's connection to a PBox: the control connection, the lanes, and waiting with a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phub_collective.backends.native import load
+from phub_collective.backends.pbox import protocol
+from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
+from phub_collective.backends.pbox.server import HANDSHAKE_SECONDS, lane_payload
+from phub_collective.config import Config
+from phub_collective.errors import ConfigError, PeerLost, PeerTimeout, PhubError, to_code
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RegisteredTable:
+    """The server's answer to a registration, already known to the native client."""
+
+    ids: TableIds
+    arena: bool
+    descriptors: list[int]  # memory files: this rank's arena, then the shared weights, if any
+
+
+# Called on the reader's thread with the table, or with what was wrong.
+OnRegistered = Callable[[RegisteredTable | None, PhubError | None], None]
+
+
+class Connection:
+    """Everything between one rank and one PBox. Thread-safe.
+
+    Attributes:
+        client: the native PboxClient.
+        transport: "shm" or "tcp", of all lanes.
+        workers, cores: of the job, of the server.
+        server_pid: process of the server (meaningful on its host).
+    """
+
+    def __init__(self, address: str, job: str, token: str, rank: int, config: Config) -> None:
+        """Connect and open a lane to every core.
+
+        Raises:
+            AuthError: wrong token. ConfigError: the lane asked for cannot be had.
+            PeerLost: nobody listens at `address` ("HOST:PORT").
+        """
+        self._core = load()
+        self.rank, self.config = rank, config
+        self._job, self._token = job, token
+        self.engine = self._core.Engine(config.spin_us)
+        self.client = self._core.PboxClient(self.engine, rank)
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        self._callbacks: dict[str, tuple[TableSpec, OnRegistered]] = {}
+        self._stalled: list[tuple[str, list[int]]] | None = None
+        self._news = threading.Condition(self._lock)
+        self._lanes_ready: set[int] = set()
+        self._closed = False
+        self._error: PhubError | None = None
+        self._control, welcome = self._connect_control(address)
+        self.workers = int(welcome["workers"])
+        self.cores = int(welcome["cores"])
+        self.server_pid = int(welcome["pid"])
+        self.chunk_bytes = int(welcome["chunk_bytes"])
+        self._interfaces = [(str(h), int(p), list(c)) for h, p, c in welcome["interfaces"]]
+        self._unix_name = str(welcome["unix"])
+        self._reader = threading.Thread(target=self._read, name=f"phub-control-{rank}", daemon=True)
+        self._reader.start()
+        try:
+            for core in range(self.cores):
+                self._open_lane(core)
+            self._await(lambda: len(self._lanes_ready) == self.cores, HANDSHAKE_SECONDS, "its lanes")
+        except BaseException:
+            self.close()
+            raise
+
+    # --- set-up ---
+
+    def _connect_control(self, address: str) -> tuple[socket.socket, protocol.Message]:
+        """Over the server's abstract Unix socket when it is on this host, else over TCP."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"[pbox] expected HOST:PORT of a PBox, got {address!r}")
+        connection = self._dial(lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address)
+        hello = {"op": "where"}
+        with connection:
+            protocol.send(connection, hello)
+            where, _ = protocol.receive(connection)
+        protocol.raise_error(where)
+        self.transport = self._choose_transport(str(where["unix"]))
+        if self.transport == "shm":
+            connection = self._dial(lambda: _unix(str(where["unix"])), address)
+        else:
+            connection = self._dial(
+                lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address
+            )
+        claims = ("connect", self._job, self.rank)
+        protocol.send(connection, {"op": "connect", "job": self._job, "rank": self.rank})
+        welcome = protocol.answer_challenge(connection, self._token, *claims)
+        connection.settimeout(None)
+        return connection, welcome
+
+    def _dial(self, connect: Callable[[], socket.socket], address: str) -> socket.socket:
+        try:
+            return connect()
+        except OSError as error:
+            raise PeerLost(
+                f"[pbox] rank {self.rank} found no PBox at {address}: {error}; start one with: phub serve"
+            ) from None
+
+    def _choose_transport(self, unix_name: str) -> str:
+        try:
+            _unix(unix_name).close()
+        except OSError:
+            if self.config.lane == "shm":
+                raise ConfigError(
+                    "[pbox] PHUB_LANE=shm, but the PBox is on another host (or network namespace)"
+                ) from None
+            return "tcp"
+        return "tcp" if self.config.lane == "tcp" else "shm"
+
+    def _open_lane(self, core: int) -> None:
+        host, port, _ = next(item for item in self._interfaces if core in item[2])
+        if self.transport == "shm":
+            sock = self._dial(lambda: _unix(self._unix_name), self._unix_name)
+        else:
+            sock = self._dial(
+                lambda: socket.create_connection((host, port), HANDSHAKE_SECONDS), f"{host}:{port}"
+            )
+        hello = {"op": "lane", "job": self._job, "rank": self.rank, "core": core, "transport": self.transport}
+        protocol.send(sock, hello)
+        claims = ("lane", self._job, self.rank, core, self.transport)
+        welcome = protocol.answer_challenge(sock, self._token, *claims)
+        payload = lane_payload(self.chunk_bytes)
+        if self.transport == "tcp":
+            config = self.config
+            options = self._core.TcpOptions(
+                config.congestion, config.socket_buffer, max(1, int(config.timeout))
+            )
+            self.congestion = self.client.attach_tcp(core, sock.detach(), options, payload)
+        else:
+            memory, bell = welcome["descriptors"]
+            protocol.send(sock, {"ok": True}, (self.engine.bell(),))
+            self.client.attach_shm(core, sock.detach(), memory, bell, payload)
+
+    # --- the control connection ---
+
+    def _read(self) -> None:
+        """The reader's thread: answers to registrations and questions, and the end."""
+        try:
+            while True:
+                message, descriptors = protocol.receive(self._control)
+                self._handle(message, descriptors)
+        except (PeerLost, OSError) as error:
+            if not self._closed:
+                self._fail(PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}"))
+        except PhubError as error:
+            self._fail(error)
+
+    def _handle(self, message: protocol.Message, descriptors: list[int]) -> None:
+        op = message.get("op")
+        if op == "registered":
+            self._registered(message, descriptors)
+            return
+        protocol.close_all(descriptors)
+        protocol.raise_error(message)
+        with self._news:
+            if op == "lane":
+                self._lanes_ready.add(int(message["core"]))
+            elif op == "stalled":
+                self._stalled = [(str(name), list(ranks)) for name, ranks in message["found"]]
+            self._news.notify_all()
+
+    def _registered(self, message: protocol.Message, descriptors: list[int]) -> None:
+        with self._lock:
+            spec, callback = self._callbacks.pop(str(message["name"]), (None, None))
+        if spec is None or callback is None:
+            # Another rank's mismatch, before this rank registered: said again when it does.
+            return protocol.close_all(descriptors)
+        try:
+            protocol.raise_error(message)
+            ids, arena = TableIds(*message["ids"]), bool(message["arena"])
+            self.client.add(
+                native_table(spec, ids, self.workers, self.cores, len(self._interfaces), arena)
+            )
+        except PhubError as error:
+            protocol.close_all(descriptors)
+            return callback(None, error)
+        return callback(RegisteredTable(ids, arena, descriptors), None)
+
+    def _fail(self, error: PhubError) -> None:
+        self.client.fail(to_code(error), getattr(error, "rank", -1), str(error))
+        with self._news:
+            self._error = self._error or error
+            callbacks, self._callbacks = list(self._callbacks.values()), {}
+            self._news.notify_all()
+        for _, callback in callbacks:
+            callback(None, error)
+
+    def _send(self, message: protocol.Message) -> None:
+        try:
+            with self._sending:
+                protocol.send(self._control, message)
+        except OSError as error:
+            raise PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}") from None
+
+    def _await(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: self._error is not None or condition(), seconds):
+                raise PeerTimeout(f"[pbox] rank {self.rank} waited {seconds:g} s for {what}")
+            if self._error is not None:
+                raise self._error
+
+    # --- tables ---
+
+    def register(self, spec: TableSpec, callback: OnRegistered) -> None:
+        """Announce a table; `callback` is called once all ranks have (or with the error)."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._callbacks[spec.name] = (spec, callback)
+        self._send({"op": "register", "table": spec.to_json()})
+
+    def close_table(self, name: str, ids: TableIds) -> None:
+        """This rank is done with a table."""
+        self.client.drop(ids.id)
+        if not self._closed and self._error is None:
+            with contextlib.suppress(PhubError):
+                self._send({"op": "close", "name": name})
+
+    # --- waiting ---
+
+    def stalled(self, seconds: float = 2.0) -> list[tuple[str, list[int]]]:
+        """What the job waits for and which ranks have not come; empty when the server is silent."""
+        with self._lock:
+            self._stalled = None
+        with contextlib.suppress(PhubError):
+            self._send({"op": "stalled"})
+            self._await(lambda: self._stalled is not None, seconds, "an answer")
+        return self._stalled or []
+
+    def wait(self, step: Callable[[float], bool], what: str, timeout: float | None = None) -> None:
+        """Call `step(seconds)`, which waits at most so long, until it returns True.
+
+        Warns after config.stall_warning seconds, naming what is missing from whom.
+
+        Raises:
+            PeerTimeout: after `timeout` seconds (None: config.stall_timeout).
+        """
+        limit = self.config.stall_timeout if timeout is None else timeout
+        start = time.monotonic()
+        warned = False
+        while True:
+            elapsed = time.monotonic() - start
+            pause = limit if warned else min(limit, self.config.stall_warning)
+            if step(max(0.0, pause - elapsed)):
+                return
+            elapsed = time.monotonic() - start
+            if elapsed < pause:
+                continue
+            found = self.stalled()
+            text = f"[pbox] rank {self.rank} has waited {elapsed:.1f} s for {what}{_missing(found)}"
+            if elapsed >= limit:
+                raise PeerTimeout(text, tuple(sorted({r for _, ranks in found for r in ranks})))
+            log.warning("%s; an error follows after %g s", text, limit)
+            warned = True
+
+    def close(self) -> None:
+        """Leave the job in good order; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.client.bye()
+        with contextlib.suppress(PhubError, OSError):
+            self._send({"op": "bye"})
+            self._control.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(HANDSHAKE_SECONDS)
+        self._control.close()
+
+
+def _unix(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(HANDSHAKE_SECONDS)
+    try:
+        sock.connect("\0" + name)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _missing(found: list[tuple[str, list[int]]]) -> str:
+    if not found:
+        return "; nothing is missing at the PBox"
+    return "; missing: " + ", ".join(f"{name} from ranks {ranks}" for name, ranks in found[:8])

@@ -1,0 +1,187 @@
+"""The exchange of a model through a PBox: gradients in an arena, chunks to their cores and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from phub_collective.backends.base import (
+    Counters,
+    Exchange,
+    ExchangeSpec,
+    Hyper,
+    ReduceOp,
+    layout,
+)
+from phub_collective.backends.native import load
+from phub_collective.backends.pbox.connection import Connection, RegisteredTable
+from phub_collective.backends.pbox.keytable import TableSpec
+from phub_collective.errors import ConfigError, PhubError
+
+
+class PboxExchange(Exchange):
+    """See `Exchange`. On the PBox's host, over shm lanes, the arena is the server's memory: a core
+    reads gradients where they stand and writes the answer in the same place."""
+
+    def __init__(self, connection: Connection, spec: ExchangeSpec, chunk_bytes: int) -> None:
+        self._connection, self._spec = connection, spec
+        self._core = load()
+        self._table = TableSpec(
+            spec.name,
+            tuple(spec.keys),
+            spec.op,
+            spec.prescale,
+            spec.postscale,
+            chunk_bytes,
+            model=True,
+            server=spec.place == "server",
+            shared=spec.shared_model,
+        )
+        self._check()
+        registered = self._register()
+        self._ids, self._in_place = registered.ids, registered.arena
+        self.offsets, size = layout(spec.keys)
+        self._map(registered, size)
+        self._views = [
+            self.arena[o : o + key.nbytes] for o, key in zip(self.offsets, spec.keys, strict=True)
+        ]
+        self._steps = 0
+        self._pushed: set[int] = set()
+        self._pushed_bytes = 0
+        self._sent_before = connection.client.counters().bytes_sent
+        self._groups: list[Hyper] = []
+        self._closed = False
+
+    def _check(self) -> None:
+        spec = self._spec
+        if spec.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise ConfigError(f"[pbox] gradients are summed or averaged, not {spec.op.name}")
+        if spec.place not in ("worker", "server"):
+            raise ConfigError(f"[pbox] place={spec.place!r}; expected 'worker' or 'server'")
+        if spec.shared_model and spec.place != "server":
+            raise ConfigError("[pbox] shared_model=True needs the optimizer on the server")
+        if spec.place == "server":
+            for key in spec.keys:
+                if not key.dtype.is_floating:
+                    raise ConfigError(f"[pbox] no optimizer for {key.name!r} of {key.dtype.name.lower()}")
+
+    def _register(self) -> RegisteredTable:
+        answered = threading.Event()
+        result: list[RegisteredTable | PhubError] = []
+
+        def on_registered(table: RegisteredTable | None, error: PhubError | None) -> None:
+            answer = table if error is None else error
+            assert answer is not None
+            result.append(answer)
+            answered.set()
+
+        self._connection.register(self._table, on_registered)
+        self._connection.wait(answered.wait, f"all ranks to register {self._spec.name!r}")
+        if isinstance(result[0], PhubError):
+            raise result[0]
+        return result[0]
+
+    def _map(self, registered: RegisteredTable, size: int) -> None:
+        memory, descriptors = self._core.Memory, registered.descriptors
+        if registered.arena:
+            self._arena_memory = memory.attach(descriptors[0], size)
+        else:
+            self._arena_memory = memory.anonymous(size)
+        self.arena = np.frombuffer(self._arena_memory, np.uint8)
+        self._weight_memories = [memory.attach(fd, size, copy_on_write=True) for fd in descriptors[1:]]
+        self._weights = [np.frombuffer(m, np.uint8) for m in self._weight_memories]
+        self.result = self._weights[0] if self._weights else self.arena
+
+    @property
+    def in_place(self) -> bool:
+        """True when cores read the arena itself (shm lanes on the PBox's host)."""
+        return self._in_place
+
+    @property
+    def counters(self) -> Counters:  # type: ignore[override]
+        """Over lanes, `pushed` counts what has left, headers included."""
+        sent = self._connection.client.counters().bytes_sent - self._sent_before
+        return Counters(self._pushed_bytes if self._in_place else sent, self._steps)
+
+    def initialize(self, root: int = 0) -> None:
+        flags = self._core.INIT | (0 if self._connection.rank == root else self._core.NO_GRAD)
+        for key in range(len(self._views)):
+            self._start(key, flags)
+        self.wait()
+        for memory in self._weight_memories:
+            memory.revert()  # weights loaded into a worker's own pages are now everybody's
+
+    def push(self, key: int, no_grad: bool = False) -> None:
+        self._start(key, self._core.NO_GRAD if no_grad else 0)
+        if not no_grad:
+            self._pushed_bytes += self._spec.keys[key].nbytes
+
+    def _start(self, key: int, flags: int) -> None:
+        if key in self._pushed:
+            name = self._spec.keys[key].name
+            raise ConfigError(f"[pbox] key {name!r} was pushed twice in one step")
+        self._connection.client.push(self._ids.id, key, flags, self._views[key])
+        self._pushed.add(key)
+
+    def pull(self, key: int) -> None:
+        """Fetch the current weights of `key` into the arena, without a push (server optimizer,
+        gradients not read in place)."""
+        self._connection.client.pull(self._ids.id, key, self._views[key])
+        self._connection.wait(
+            lambda s: bool(self._connection.client.wait(self._ids.id, key, s)), f"a pull of key {key}"
+        )
+
+    def wait(self, timeout: float | None = None) -> None:
+        missing = [k.name for i, k in enumerate(self._spec.keys) if i not in self._pushed]
+        if missing:
+            raise ConfigError(f"[pbox] wait() before these keys were pushed: {missing[:3]}")
+        client, table = self._connection.client, self._ids.id
+        self._connection.wait(
+            lambda s: bool(client.wait(table, self._core.ALL_KEYS, s)),
+            f"the answer to step {self._steps} of {self._spec.name!r}",
+            timeout,
+        )
+        self._pushed.clear()
+        self._steps += 1
+        if self._weights:
+            self.result = self._weights[self._steps % 2]
+
+    def wait_key(self, key: int, timeout: float | None = None) -> None:
+        client, table = self._connection.client, self._ids.id
+        name = self._spec.keys[key].name
+        self._connection.wait(lambda s: bool(client.wait(table, key, s)), f"key {name!r}", timeout)
+
+    def finish_key(self, key: int) -> None:
+        """Let an answered key be pushed again before the others are (a step of its own)."""
+        self._pushed.discard(key)
+
+    def set_hyper(self, groups: Sequence[Hyper]) -> None:
+        if self._spec.place != "server":
+            return super().set_hyper(groups)
+        if len(groups) != self._table.groups:
+            raise ConfigError(f"[pbox] expected {self._table.groups} parameter groups, got {len(groups)}")
+        if self._pushed:
+            raise ConfigError(
+                "[pbox] hyperparameters are read at a step's first push; set them before it"
+            )
+        for index, hyper in enumerate(groups):
+            if index < len(self._groups) and self._groups[index] == hyper:
+                continue
+            self._connection.client.set_hyper(
+                self._ids.first_group + index,
+                hyper.lr,
+                hyper.momentum,
+                hyper.dampening,
+                hyper.weight_decay,
+                hyper.nesterov,
+                hyper.maximize,
+            )
+        self._groups = [Hyper(**vars(hyper)) for hyper in groups]
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._connection.close_table(self._spec.name, self._ids)

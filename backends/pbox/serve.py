@@ -1,0 +1,80 @@
+"""`phub serve`: run a PBox until it is stopped."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import sys
+import time
+
+from phub_collective.backends.pbox.protocol import new_token
+from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
+from phub_collective.config import Config
+from phub_collective.errors import ConfigError
+
+LAST_WORDS_SECONDS = 2.0  # for errors of dying jobs to reach their workers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `phub serve`."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
+    parser.add_argument("--interfaces", default="", help="several addresses A,B,... (instead of --host)")
+    parser.add_argument("--port", type=int, default=0, help="TCP port; 0: any free one, printed")
+    parser.add_argument("--cores", type=int, default=0, help="aggregator threads; 0: PHUB_PBOX_CORES")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="stop when standard input closes (its starter is gone)"
+    )
+
+
+def default_cores(config: Config) -> int:
+    """PHUB_PBOX_CORES, or one core per usable CPU, at most 8."""
+    return config.pbox_cores or min(8, len(os.sched_getaffinity(0)))
+
+
+def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
+    """Raises ConfigError for a listener beyond loopback without an admin token."""
+    interfaces = [a.strip() for a in args.interfaces.split(",") if a.strip()] or [args.host]
+    admin = os.environ.get("PHUB_ADMIN_TOKEN", "")
+    exposed = [a for a in interfaces if not (a.startswith("127.") or a in ("::1", "localhost"))]
+    if exposed and not admin:
+        raise ConfigError(
+            f"[pbox] {exposed[0]} is reachable by others: set PHUB_ADMIN_TOKEN, which creating a job "
+            f"will require (for example {new_token()})"
+        )
+    return ServerOptions(
+        interfaces,
+        args.port,
+        args.cores or default_cores(config),
+        admin,
+        config.congestion,
+        config.socket_buffer,
+        max(1, int(config.timeout)),
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM, SIGINT or, with --lifeline, the end of standard input."""
+    config = Config.from_environment()
+    logging.basicConfig(level=config.log_level.upper(), format="phub serve: %(message)s", stream=sys.stderr)
+    server = PBoxServer(options_from(args, config))
+    wake_read, wake_write = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(wake_write, b"x"))
+    shown = ", ".join(f"{host}:{port}" for host, port in server.addresses)
+    cores = args.cores or default_cores(config)
+    print(f"phub: serving on {shown} with {cores} cores", flush=True)
+    watched = [wake_read, *([sys.stdin.fileno()] if args.lifeline else [])]
+    while True:
+        ready, _, _ = select.select(watched, [], [])
+        if wake_read in ready or not os.read(sys.stdin.fileno(), 4096):
+            break
+    if wake_read not in ready:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while server.jobs() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    server.close()
+    time.sleep(0.2 if server.jobs() else 0)  # the last error frames
+    return 0

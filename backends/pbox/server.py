@@ -1,0 +1,280 @@
+"""The PBox server: listens, authenticates, and hands lanes to the native cores."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phub_collective.backends.native import load
+from phub_collective.backends.pbox import protocol
+from phub_collective.backends.pbox.keytable import TableSpec
+from phub_collective.backends.pbox.placement import cores_of
+from phub_collective.backends.pbox.tenant import Member, Tenant
+from phub_collective.errors import AuthError, ConfigError, PhubError, ProtocolError, from_code
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+MAX_NAME = 200  # characters of a job's name
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to run a PBox.
+
+    Attributes:
+        interfaces: addresses to listen on, each served by its own share of the cores.
+        port: TCP port on all of them; 0: any free one.
+        cores: aggregator threads.
+        admin_token: who creates a job must prove it; required beyond loopback.
+        congestion, socket_buffer, keepalive: of tcp lanes (see Config).
+    """
+
+    interfaces: Sequence[str] = ("127.0.0.1",)
+    port: int = 0
+    cores: int = 1
+    admin_token: str = ""
+    congestion: str = ""
+    socket_buffer: int = 0
+    keepalive: int = 30
+
+
+class PBoxServer:
+    """A running PBox. `close` ends all jobs."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        if options.cores < 1:
+            raise ConfigError(f"[pbox] expected at least 1 core, got {options.cores}")
+        self._options = options
+        self._core = load()
+        self._native = self._core.Server(options.cores)
+        self._tcp = self._core.TcpOptions(options.congestion, options.socket_buffer, options.keepalive)
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Tenant] = {}
+        self._next_job = 1
+        self._closing = threading.Event()
+        # Abstract: no file, and visible only to workers in the same network namespace.
+        self._unix_name = f"phub-{secrets.token_hex(8)}"
+        self._listeners = [self._listen(address) for address in options.interfaces]
+        self._unix = socket.socket(socket.AF_UNIX)
+        self._unix.bind("\0" + self._unix_name)
+        self._unix.listen(128)
+        for listener in [*self._listeners, self._unix]:
+            self._thread(self._accept, listener)
+        self._thread(self._watch)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """(address, port) of each interface."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    def _listen(self, address: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, self._options.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"[pbox] cannot listen on {address} port {self._options.port}: {error.strerror}; "
+                "choose a free port, or 0 for any"
+            ) from None
+        listener.listen(128)
+        return listener
+
+    def _thread(self, target: Any, *args: Any) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    def close(self) -> None:
+        """End all jobs with an error, close all sockets. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for listener in [*self._listeners, self._unix]:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.fail(from_code(4, "[pbox] the server was stopped"))
+
+    def jobs(self) -> list[str]:
+        """Names of the jobs that have not ended."""
+        with self._lock:
+            return sorted(self._jobs)
+
+    # --- connections ---
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            self._thread(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One connection, from its first message to its end; whatever it sends, only it suffers."""
+        connection.settimeout(HANDSHAKE_SECONDS)
+        try:
+            message, descriptors = protocol.receive(connection)
+            protocol.close_all(descriptors)
+            handlers = {
+                "where": self._where,
+                "create": self._create,
+                "connect": self._connect,
+                "lane": self._lane,
+            }
+            handler = handlers.get(str(message.get("op")))
+            if handler is None:
+                raise ProtocolError(f"[pbox] unknown request {message.get('op')!r}")
+            handler(connection, message)
+        except (PhubError, OSError, ValueError, TypeError) as error:
+            with contextlib.suppress(OSError):
+                protocol.send(connection, protocol.error_message(error))
+        finally:
+            connection.close()
+
+    def _where(self, connection: socket.socket, message: protocol.Message) -> None:
+        """Tell the abstract Unix socket: who can connect to it shares this host's memory."""
+        protocol.send(connection, {"unix": self._unix_name})
+
+    def _create(self, connection: socket.socket, message: protocol.Message) -> None:
+        """CreateService: make a job, return its token."""
+        name, workers = str(message.get("name", "")), int(message.get("workers", 0))
+        chunk_bytes = int(message.get("chunk_bytes", 0))
+        if self._options.admin_token:
+            protocol.challenge(connection, self._options.admin_token, "create", name)
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise ConfigError(f"[pbox] a job's name has 1 to {MAX_NAME} printable characters")
+        if not 64 <= chunk_bytes <= self._core.MAX_PAYLOAD:
+            raise ConfigError(f"[pbox] chunks of {chunk_bytes} bytes; expected 64 to {self._core.MAX_PAYLOAD}")
+        with self._lock:
+            if name in self._jobs:
+                raise ConfigError(f"[pbox] a job {name!r} exists already; choose another name")
+            options = self._options
+            job = Tenant(self._native, self._next_job, name, workers, chunk_bytes, options.cores,
+                         len(options.interfaces))
+            self._next_job += 1
+            self._jobs[name] = job
+        protocol.send(connection, {"token": job.token})
+
+    def _authenticate(self, connection: socket.socket, message: protocol.Message, *claims: object) -> Tenant:
+        name = str(message.get("job", ""))
+        with self._lock:
+            job = self._jobs.get(name)
+        # An unknown job fails like a wrong token: who has none learns no names.
+        token = job.token if job else secrets.token_hex(protocol.TOKEN_BYTES)
+        protocol.challenge(connection, token, message.get("op"), name, message.get("rank"), *claims)
+        if job is None:
+            raise AuthError(f"[pbox] there is no job {name!r}")
+        return job
+
+    def _connect(self, connection: socket.socket, message: protocol.Message) -> None:
+        """ConnectService: a rank's control connection, until it ends."""
+        job = self._authenticate(connection, message)
+        member = Member(int(message["rank"]), connection)
+        job.join(member)
+        member.send(self._welcome(connection, job))
+        connection.settimeout(None)
+        why: PhubError | None = None
+        try:
+            while self._request(job, member, *protocol.receive(connection)):
+                pass
+        except (PhubError, OSError) as error:
+            why = error if isinstance(error, PhubError) else from_code(4, f"[control] {error}")
+            member.send(protocol.error_message(why))
+        if job.leave(member, why):
+            with self._lock:
+                self._jobs.pop(job.name, None)
+            job.destroy()
+
+    def _welcome(self, connection: socket.socket, job: Tenant) -> protocol.Message:
+        here = connection.getsockname()[0] if connection.family != socket.AF_UNIX else ""
+        interfaces = []
+        for index, (address, port) in enumerate(self.addresses):
+            # A wildcard address is reached where the worker has reached us.
+            shown = here if address in ("0.0.0.0", "::") else address
+            cores = cores_of(index, len(self._listeners), self._options.cores)
+            interfaces.append([shown, port, list(cores)])
+        return {
+            "workers": job.workers,
+            "cores": self._options.cores,
+            "chunk_bytes": job.chunk_bytes,
+            "interfaces": interfaces,
+            "unix": self._unix_name,
+            "pid": os.getpid(),
+        }
+
+    def _request(self, job: Tenant, member: Member, message: protocol.Message, descriptors: list[int]) -> bool:
+        """One message on a control connection; False when it was the last one."""
+        protocol.close_all(descriptors)
+        op = message.get("op")
+        if op == "bye":
+            return False
+        if op == "register":
+            job.register(member, TableSpec.from_json(message.get("table")))
+        elif op == "close":
+            job.close(member, str(message.get("name")))
+        elif op == "stalled":
+            member.send({"op": "stalled", "found": job.stalled()})
+        else:
+            raise ProtocolError(f"[pbox] unknown request {op!r}")
+        return True
+
+    def _lane(self, connection: socket.socket, message: protocol.Message) -> None:
+        """A lane's connection: authenticated here, then moved to its core."""
+        core, transport = int(message.get("core", -1)), str(message.get("transport"))
+        job = self._authenticate(connection, message, core, transport)
+        member = job.member(int(message["rank"]))
+        if not 0 <= core < self._options.cores:
+            raise ConfigError(f"[pbox] there are cores 0..{self._options.cores - 1}, got {core}")
+        payload = lane_payload(job.chunk_bytes)
+        if transport == "tcp":
+            protocol.send(connection, {"ok": True})
+            self._native.attach_tcp(job.number, member.rank, core, connection.detach(), self._tcp, payload)
+        elif transport == "shm" and connection.family == socket.AF_UNIX:
+            memory = self._core.make_ring_memory(ring_bytes(payload, self._options.cores))
+            protocol.send(connection, {"ok": True}, (memory, self._native.bell(core)))
+            _, bells = protocol.receive(connection)
+            if len(bells) != 1:
+                protocol.close_all([memory, *bells])
+                raise ProtocolError("[pbox] expected one bell of the worker")
+            self._native.attach_shm(
+                job.number, member.rank, core, connection.detach(), memory, bells[0], payload
+            )
+        else:
+            raise ConfigError(f"[pbox] unknown transport {transport!r}; expected shm (same host) or tcp")
+        member.transports[core] = transport
+        member.send({"op": "lane", "core": core})
+
+    def _watch(self) -> None:
+        """Spread what one core found wrong to the whole job."""
+        while not self._closing.is_set():
+            event = self._native.next_event(1.0)
+            if event is None:
+                continue
+            with self._lock:
+                found = [job for job in self._jobs.values() if job.number == event.job]
+            for job in found:
+                job.fail(from_code(event.code, event.text, event.rank))
+
+
+def lane_payload(chunk_bytes: int) -> int:
+    """Largest payload of a lane, in bytes: a chunk, or an error's text."""
+    return max(chunk_bytes, 16 << 10)
+
+
+def ring_bytes(payload: int, cores: int) -> int:
+    """Bytes of one direction of a shm lane: small enough to stay in cache, a few chunks at least."""
+    wanted = max(4 * (payload + 64), min(1 << 20, (8 << 20) // cores))
+    return 1 << (wanted - 1).bit_length()

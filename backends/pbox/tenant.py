@@ -1,0 +1,221 @@
+"""One job on a PBox, as the control plane sees it: its members, its tables, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from phub_collective.backends.pbox import protocol
+from phub_collective.backends.pbox.keytable import (
+    TableIds,
+    TableSpec,
+    chunk_count,
+    native_table,
+    require_equal,
+)
+from phub_collective.errors import ConfigError, MismatchError, PeerLost, PhubError, to_code
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """A worker's control connection."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank, self.sock = rank, sock
+        self.transports: dict[int, str] = {}  # core -> "shm" | "tcp"
+        self._sending = threading.Lock()
+
+    def send(self, message: protocol.Message, descriptors: tuple[int, ...] = ()) -> None:
+        """Send; a connection that is gone is noticed by its reader, not here."""
+        with self._sending, contextlib.suppress(OSError):
+            protocol.send(self.sock, message, descriptors)
+
+
+@dataclass
+class Registered:
+    """A table that all ranks have."""
+
+    spec: TableSpec
+    ids: TableIds
+    table: Any  # native Table
+    closed: set[int] = field(default_factory=set)
+
+
+class Tenant:
+    """See the module. Thread-safe; `native` is the data plane that carries out what is agreed."""
+
+    def __init__(self, native: Any, number: int, name: str, workers: int, chunk_bytes: int, cores: int,
+                 interfaces: int) -> None:
+        self.number, self.name, self.workers, self.chunk_bytes = number, name, workers, chunk_bytes
+        self.token = protocol.new_token()
+        self._native, self._cores, self._interfaces = native, cores, interfaces
+        self._lock = threading.RLock()
+        self._members: dict[int, Member] = {}
+        self._left: set[int] = set()
+        self._tables: dict[str, Registered] = {}
+        self._waiting: dict[str, dict[int, TableSpec]] = {}
+        self._next = TableIds(0, 0, 0, 0)
+        self._error: PhubError | None = None
+        native.add_job(number, workers)
+
+    # --- members ---
+
+    def join(self, member: Member) -> None:
+        """Raises ConfigError when the rank is out of range or taken, or what ended the job."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not 0 <= member.rank < self.workers:
+                raise ConfigError(
+                    f"[pbox] job {self.name!r} has ranks 0..{self.workers - 1}, got rank {member.rank}"
+                )
+            if member.rank in self._members or member.rank in self._left:
+                raise ConfigError(f"[pbox] rank {member.rank} of job {self.name!r} is connected already")
+            self._members[member.rank] = member
+
+    def member(self, rank: int) -> Member:
+        """The member of a lane's rank; ConfigError when it has no control connection."""
+        with self._lock:
+            if rank not in self._members:
+                raise ConfigError(f"[pbox] rank {rank} opened a lane before its control connection")
+            return self._members[rank]
+
+    def leave(self, member: Member, why: PhubError | None) -> bool:
+        """A control connection has ended, in good order (why=None) or not. True when it was the
+        last one: the job is over."""
+        if why is not None:
+            text = f"[pbox] rank {member.rank} of job {self.name!r} was lost: {why}"
+            self.fail(PeerLost(text, member.rank))
+        with self._lock:
+            self._members.pop(member.rank, None)
+            self._left.add(member.rank)
+            if why is None and self._waiting:
+                name = next(iter(self._waiting))
+                self.fail(PeerLost(f"[pbox] rank {member.rank} left, others register {name!r}", member.rank))
+            return not self._members
+
+    def fail(self, error: PhubError) -> None:
+        """End the job with this error on every rank; later calls change nothing."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            waiting, self._waiting = self._waiting, {}
+        log.warning("job %s: %s", self.name, error)
+        self._native.fail_job(self.number, to_code(error), getattr(error, "rank", -1), str(error))
+        for name, specs in waiting.items():
+            self._refuse(name, list(specs), error)
+
+    # --- tables ---
+
+    def register(self, member: Member, spec: TableSpec) -> None:
+        """Note that a rank wants this table; the last of them makes it, and all get the answer."""
+        with self._lock:
+            if self._error is not None:
+                return self._refuse(spec.name, [member.rank], self._error)
+            specs = self._waiting.setdefault(spec.name, {})
+            specs[member.rank] = spec
+            for other, theirs in specs.items():
+                try:
+                    require_equal(theirs, other, spec, member.rank)
+                except MismatchError as error:
+                    # Whoever registers it later is told too.
+                    del self._waiting[spec.name]
+                    return self._refuse(spec.name, range(self.workers), error)
+            if len(specs) < self.workers:
+                return None
+            del self._waiting[spec.name]
+            try:
+                registered = self._make(spec)
+            except PhubError as error:
+                return self._refuse(spec.name, list(specs), error)
+            self._tables[spec.name] = registered
+            for rank in specs:
+                self._answer(rank, registered)
+        return None
+
+    def _make(self, spec: TableSpec) -> Registered:
+        if spec.chunk_bytes > self.chunk_bytes:
+            raise ConfigError(
+                f"[pbox] chunks of {spec.chunk_bytes} bytes; job {self.name!r} was made for {self.chunk_bytes}"
+            )
+        arena = spec.model and self._all_share_memory()
+        if spec.shared and not arena:
+            raise ConfigError(
+                "[pbox] shared_model=True needs every worker on the PBox's host with shm lanes; "
+                "use the server optimizer without it"
+            )
+        ids = self._next
+        info = native_table(spec, ids, self.workers, self._cores, self._interfaces, arena)
+        table = self._native.add_table(self.number, info, self.workers)
+        self._next = TableIds(
+            ids.id + 1,
+            ids.first_key + max(len(spec.keys), 1),
+            ids.first_chunk + max(chunk_count(spec.keys, spec.chunk_bytes), 1),
+            ids.first_group + spec.groups,
+        )
+        return Registered(spec, ids, table)
+
+    def _all_share_memory(self) -> bool:
+        lanes = [member.transports for member in self._members.values()]
+        return len(lanes) == self.workers and all(
+            len(cores) == self._cores and set(cores.values()) == {"shm"} for cores in lanes
+        )
+
+    def _answer(self, rank: int, registered: Registered) -> None:
+        arenas, weights = registered.table.arenas, registered.table.weights
+        memories = [*(arenas[rank : rank + 1]), *(w for w in weights if w is not None)]
+        ids = registered.ids
+        message = {
+            "op": "registered",
+            "name": registered.spec.name,
+            "ids": [ids.id, ids.first_key, ids.first_chunk, ids.first_group],
+            "arena": bool(arenas),
+        }
+        self._members[rank].send(message, tuple(memory.fd for memory in memories))
+
+    def _refuse(self, name: str, ranks: Any, error: PhubError) -> None:
+        message = {"op": "registered", "name": name, **protocol.error_message(error)}
+        for rank in ranks:
+            if rank in self._members:
+                self._members[rank].send(message)
+
+    def close(self, member: Member, name: str) -> None:
+        """A rank is done with a table; the last one frees it."""
+        with self._lock:
+            registered = self._tables.get(name)
+            if registered is None:
+                return
+            registered.closed.add(member.rank)
+            if len(registered.closed) + len(self._left - registered.closed) < self.workers:
+                return
+            del self._tables[name]
+            if self._error is None:
+                self._native.drop_table(self.number, registered.ids.id)
+
+    # --- questions ---
+
+    def stalled(self) -> list[tuple[str, list[int]]]:
+        """What some ranks wait for, and the ranks that have not come."""
+        with self._lock:
+            found = [
+                (f"registration of {name!r}", sorted(set(range(self.workers)) - specs.keys()))
+                for name, specs in self._waiting.items()
+            ]
+            tables = list(self._tables.values())
+        for key, missing in self._native.stalled(self.number):
+            for registered in tables:
+                index = key - registered.ids.first_key
+                if 0 <= index < len(registered.spec.keys):
+                    found.append((registered.spec.keys[index].name, missing))
+        return found
+
+    def destroy(self) -> None:
+        """Free everything; the token is worthless from now on."""
+        self._native.drop_job(self.number)
+        self._tables.clear()
