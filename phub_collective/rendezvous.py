@@ -39,8 +39,8 @@ class Rendezvous(abc.ABC):
         """Wait up to `timeout` seconds for all keys; see `Board.finished` for what ends it."""
 
     @abc.abstractmethod
-    def _discard(self, key: str) -> None:
-        """Forget `key`."""
+    def discard(self, key: str) -> None:
+        """Forget `key` (nothing happens when it is not there)."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Rendezvous(abc.ABC):
             self._raise_missing(key, missing, found.gone, limit)
         if use > 0:
             # Everybody has come to this use, so everybody has read the one before.
-            self._discard(f"{key}/{use - 1}/{self.rank}")
+            self.discard(f"{key}/{use - 1}/{self.rank}")
         return [one for one in found.values if one is not None]
 
     def barrier(self, key: str = "barrier", timeout: float | None = None) -> None:
@@ -151,7 +151,7 @@ class LocalRendezvous(Rendezvous):
                 self._shared.changed.wait(left)
             return board.collect(keys, by_rank)
 
-    def _discard(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         with self._shared.changed:
             self._shared.board.values.pop(key, None)
 
@@ -201,7 +201,7 @@ class StoreRendezvous(Rendezvous):
     def _collect(self, keys: Sequence[str], by_rank: bool, timeout: float) -> Collected:
         return self._client.collect(keys, by_rank, timeout)
 
-    def _discard(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         self._client.discard(key)
 
     def close(self) -> None:
