@@ -1,0 +1,1 @@
+"""Benchmarks: `phub bench exchange`, `phub bench select`, `phub bench kernels`."""

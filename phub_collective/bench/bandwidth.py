@@ -1,0 +1,76 @@
+"""What an exchange costs at least on one host: the bytes it must move over memory, at the copy
+bandwidth that the same run measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from phub_collective.bench.gate import Gate
+
+COPY_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
+REPEATS = 7
+
+
+def copy_seconds(gate: Gate, rank: int) -> float:
+    """Copy COPY_BYTES on the first ranks, one per core, all at once; this rank's fastest copy in
+    seconds, 0.0 for a rank that only waited. Collective."""
+    copies = rank < (os.cpu_count() or 1)
+    count = COPY_BYTES // 8 if copies else 0
+    source, target = np.ones(count), np.ones(count)
+    best = 0.0
+    for _ in range(REPEATS):
+        gate.start()
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        took = time.perf_counter() - begin
+        if copies:
+            best = took if best == 0.0 else min(best, took)
+        gate.pause()
+    return best
+
+
+def bandwidth(seconds: list[float]) -> float:
+    """Bytes per second, reads and writes counted, that the ranks' copies moved together."""
+    return sum(2 * COPY_BYTES / one for one in seconds if one > 0)
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of the first core; 32 MiB where the kernel does not say."""
+    folder = Path("/sys/devices/system/cpu/cpu0/cache")
+    sizes = [_size(path) for path in folder.glob("index*/size")]
+    return max(sizes, default=32 << 20)
+
+
+def _size(path: Path) -> int:
+    text = path.read_text().strip()
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+    return int(text.rstrip("KMG")) * unit
+
+
+def least_bytes(mode: str, lane: str, workers: int, nbytes: int) -> int:
+    """Bytes that any algorithm reads or writes at least, over all processes of one host.
+
+    In shared memory each rank's gradient is read once and each rank's result written once; a
+    server's optimizer reads and writes weights and momentum; of a shared model the result is
+    written once for all. Over TCP an allreduce sends at least 2(N-1) times the model (its
+    bandwidth bound), and the kernel copies each byte in and out: two reads and two writes.
+    """
+    state = 0 if mode.startswith("allreduce") else 4 * nbytes
+    if lane == "tcp":
+        return 8 * (workers - 1) * nbytes + state
+    if mode == "shared-model":
+        return workers * nbytes + state
+    return 2 * workers * nbytes + state
+
+
+def floor_seconds(
+    mode: str, lane: str, workers: int, nbytes: int, copy_bandwidth: float
+) -> float | None:
+    """Seconds for `least_bytes`; None where the workload may stay in the cache."""
+    if copy_bandwidth <= 0 or workers * nbytes < 2 * last_level_cache():
+        return None
+    return least_bytes(mode, lane, workers, nbytes) / copy_bandwidth
