@@ -101,5 +101,5 @@ class Config:
                 raise ConfigError(f"[config] {name}={getattr(self, name)}: expected >= {least}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
-                f"[config] PHUB_LOG_LEVEL={self.log_level!r}: expected debug, info, warning or error"
+                f"[config] PHUB_LOG_LEVEL={self.log_level!r}: expected debug, info, warning, error"
             )

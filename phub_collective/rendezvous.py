@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from phub_collective.errors import PeerLost, PeerTimeout
-from phub_collective.store import Board, Collected, StoreClient
+from phub_collective.store import Board, Collected, StoreClient, StoreServer, slot
+
+LINGER_S = 5.0  # how long the rank that serves the store stays for the others when it leaves
 
 
 class Rendezvous(abc.ABC):
@@ -35,8 +37,12 @@ class Rendezvous(abc.ABC):
         """Set `key`; a second put replaces the value."""
 
     @abc.abstractmethod
-    def _collect(self, keys: Sequence[str], by_rank: bool, timeout: float) -> Collected:
-        """Wait up to `timeout` seconds for all keys; see `Board.finished` for what ends it."""
+    def _wait_for(self, key: str, timeout: float) -> Collected:
+        """Wait up to `timeout` seconds for one key; see `Board.finished` for what ends it."""
+
+    @abc.abstractmethod
+    def _gather(self, key: str, value: bytes, timeout: float) -> Collected:
+        """Set this rank's slot of `key` and wait up to `timeout` seconds for everybody's."""
 
     @abc.abstractmethod
     def discard(self, key: str) -> None:
@@ -54,7 +60,7 @@ class Rendezvous(abc.ABC):
             PeerLost: it is not there and a rank of the job has died.
         """
         limit = self.timeout if timeout is None else timeout
-        found = self._collect([key], False, limit)
+        found = self._wait_for(key, limit)
         value = found.values[0]
         if value is not None:
             return value
@@ -75,15 +81,13 @@ class Rendezvous(abc.ABC):
         with self._uses_lock:
             use = self._uses[key]
             self._uses[key] += 1
-        slots = [f"{key}/{use}/{rank}" for rank in range(self.size)]
-        self.put(slots[self.rank], value)
-        found = self._collect(slots, True, limit)
+        found = self._gather(f"{key}/{use}", value, limit)
         missing = tuple(rank for rank, one in enumerate(found.values) if one is None)
         if missing:
             self._raise_missing(key, missing, found.gone, limit)
         if use > 0:
             # Everybody has come to this use, so everybody has read the one before.
-            self.discard(f"{key}/{use - 1}/{self.rank}")
+            self.discard(slot(f"{key}/{use - 1}", self.rank))
         return [one for one in found.values if one is not None]
 
     def barrier(self, key: str = "barrier", timeout: float | None = None) -> None:
@@ -141,6 +145,13 @@ class LocalRendezvous(Rendezvous):
             self._shared.board.values[key] = value
             self._shared.changed.notify_all()
 
+    def _wait_for(self, key: str, timeout: float) -> Collected:
+        return self._collect([key], False, timeout)
+
+    def _gather(self, key: str, value: bytes, timeout: float) -> Collected:
+        self.put(slot(key, self.rank), value)
+        return self._collect([slot(key, rank) for rank in range(self.size)], True, timeout)
+
     def _collect(self, keys: Sequence[str], by_rank: bool, timeout: float) -> Collected:
         board, deadline = self._shared.board, time.monotonic() + timeout
         with self._shared.changed:
@@ -185,24 +196,32 @@ class StoreRendezvous(Rendezvous):
         size: int,
         timeout: float = 30.0,
         connect_timeout: float = 30.0,
+        server: StoreServer | None = None,
     ) -> None:
-        """Connect to the first of `addresses` that proves to know the secret.
+        """Connect to the first of `addresses` that proves to know the secret. With `server`, the
+        rank that serves the store: it is closed when this rank leaves.
 
         Raises:
             PeerTimeout: none of them answered within `connect_timeout` seconds.
             AuthError: something answered at each of them, but not with our secret.
         """
         super().__init__(rank, size, timeout)
+        self._server = server
         self._client = StoreClient(addresses, secret, rank, connect_timeout)
 
     def put(self, key: str, value: bytes) -> None:
         self._client.put(key, value)
 
-    def _collect(self, keys: Sequence[str], by_rank: bool, timeout: float) -> Collected:
-        return self._client.collect(keys, by_rank, timeout)
+    def _wait_for(self, key: str, timeout: float) -> Collected:
+        return self._client.wait_for(key, timeout)
+
+    def _gather(self, key: str, value: bytes, timeout: float) -> Collected:
+        return self._client.gather(key, value, self.size, timeout)
 
     def discard(self, key: str) -> None:
         self._client.discard(key)
 
     def close(self) -> None:
         self._client.close()
+        if self._server is not None:
+            self._server.close(linger=LINGER_S)

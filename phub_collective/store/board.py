@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
+def slot(key: str, rank: int) -> str:
+    """Where a rank's contribution to a gather of `key` stands."""
+    return f"{key}/{rank}"
+
+
 @dataclass
 class Collected:
     """What a wait for keys found: one value or None per key, and the ranks whose absence ended

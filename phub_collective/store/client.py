@@ -109,10 +109,15 @@ class StoreClient:
     def discard(self, key: str) -> None:
         self._ask(0.0, b"discard", key.encode())
 
-    def collect(self, keys: Sequence[str], by_rank: bool, timeout: float) -> Collected:
-        limit, ranked = repr(float(timeout)).encode(), b"1" if by_rank else b"0"
-        names = [key.encode() for key in keys]
-        gone, *values = self._ask(timeout, b"collect", limit, ranked, *names)
+    def wait_for(self, key: str, timeout: float) -> Collected:
+        return self._wait(timeout, b"get", key)
+
+    def gather(self, key: str, value: bytes, size: int, timeout: float) -> Collected:
+        return self._wait(timeout, b"gather", key, str(size).encode(), value)
+
+    def _wait(self, timeout: float, verb: bytes, key: str, *fields: bytes) -> Collected:
+        limit = repr(float(timeout)).encode()
+        gone, *values = self._ask(timeout, verb, limit, key.encode(), *fields)
         return Collected([one[1:] if one else None for one in values], json.loads(gone))
 
     def close(self) -> None:

@@ -12,15 +12,16 @@ import json
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from phub_collective.store import wire
-from phub_collective.store.board import Board
+from phub_collective.store.board import Board, slot
 
-LINGER_S = 5.0  # how long a closing server goes on handing out answers
+FLUSH_S = 5.0  # how long a closing server goes on handing out answers that are due
 
 
 @dataclass(eq=False)
@@ -38,6 +39,10 @@ class _Connection:
     keys: list[str] | None = None  # what it waits for
     by_rank: bool = False
     wait_until: float = 0.0
+
+    def wait_for(self, limit: float, keys: list[str], by_rank: bool) -> None:
+        self.wait_until = time.monotonic() + limit
+        self.keys, self.by_rank = keys, by_rank
 
     def deadline(self) -> float | None:
         if self.rank < 0:
@@ -69,11 +74,12 @@ class StoreServer:
         self._thread = threading.Thread(target=self._run, name="phub-store", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Hand out the answers that are due, then close every connection; idempotent."""
+    def close(self, linger: float = 0.0) -> None:
+        """Hand out the answers that are due, wait up to `linger` seconds for the clients to
+        leave, and close what is left; idempotent."""
         if self._thread.is_alive():
-            self._stop.send(b"x")
-            self._thread.join(LINGER_S + 1)
+            self._stop.send(struct.pack("<d", linger))
+            self._thread.join(linger + FLUSH_S + 1)
         self._stop.close()
 
     def __enter__(self) -> StoreServer:
@@ -83,19 +89,23 @@ class StoreServer:
         self.close()
 
     def _run(self) -> None:
-        closing_by = float("inf")
+        linger_until = give_up = float("inf")
         try:
-            while time.monotonic() < closing_by:
-                for key, events in self._selector.select(self._next_timeout(closing_by)):
+            while time.monotonic() < give_up:
+                for key, events in self._selector.select(self._next_timeout(linger_until)):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fileobj is self._stopped:
                         self._selector.unregister(self._stopped)
-                        closing_by = time.monotonic() + LINGER_S
+                        (linger,) = struct.unpack("<d", self._stopped.recv(8))
+                        linger_until = time.monotonic() + linger
+                        give_up = linger_until + FLUSH_S
                     else:
                         self._move(key.data, events)
                 self._answer_waiting()
-                if closing_by < float("inf") and not any(c.outbox for c in self._connections):
+                lingering = self._connections and time.monotonic() < linger_until
+                due = any(c.outbox for c in self._connections)
+                if give_up < float("inf") and not lingering and not due:
                     return
         finally:
             for connection in self._connections:
@@ -104,11 +114,11 @@ class StoreServer:
             self._stopped.close()
             self._selector.close()
 
-    def _next_timeout(self, closing_by: float) -> float | None:
+    def _next_timeout(self, linger_until: float) -> float | None:
         if self._dropped:
             return 0.0
         deadlines = [d for c in self._connections if (d := c.deadline()) is not None]
-        soonest = min([closing_by, *deadlines])
+        soonest = min([linger_until, *deadlines])
         return None if soonest == float("inf") else max(0.0, soonest - time.monotonic())
 
     def _accept(self) -> None:
@@ -181,10 +191,15 @@ class StoreServer:
 
     def _request(self, connection: _Connection, verb: bytes, fields: list[bytes]) -> None:
         board = self._boards[connection.generation]
-        if verb == b"collect":
-            connection.wait_until = time.monotonic() + float(fields[0])
-            connection.by_rank = fields[1] == b"1"
-            connection.keys = [key.decode() for key in fields[2:]]
+        if verb == b"get":
+            limit, key = fields
+            connection.wait_for(float(limit), [key.decode()], by_rank=False)
+            return
+        if verb == b"gather":
+            limit, key, size, value = fields
+            board.values[slot(key.decode(), connection.rank)] = value
+            slots = [slot(key.decode(), rank) for rank in range(int(size))]
+            connection.wait_for(float(limit), slots, by_rank=True)
             return
         if verb == b"put":
             key, value = fields

@@ -6,12 +6,13 @@ evaluated.
     challenge (server)  nonce{32}
     hello     (client)  nonce{32} rank generation mac      mac = HMAC-SHA256(secret, all before)
     welcome   (server)  generation mac
-    request   (client)  "put" key value | "discard" key    answered by an empty message
-                      | "collect" timeout by_rank key*     answered when finished or timed out
+    request   (client)  "put" key value | "discard" key     answered by an empty message
+                      | "get" timeout key                  answered when there, or timed out
+                      | "gather" timeout key size value    sets the rank's slot, then as "get"
                       | "bye"                              not answered
-    answer    (server)  to "collect": gone value*          "" = absent, "=..." = value
+    answer    (server)  to "get", "gather": gone value*     "" = absent, "=..." = value
 
-Ranks, generations and timeouts are decimal text; `gone` is a JSON list of ranks.
+Ranks, generations, sizes and timeouts are decimal text; `gone` is a JSON list of ranks.
 """
 
 from __future__ import annotations

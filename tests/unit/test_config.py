@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,8 @@ def test_every_setting_has_a_variable_a_meaning_and_is_read() -> None:
     for field in fields:
         text = sample.get(field.name, "7")
         config = Config.from_environment({field.metadata["variable"]: text})
-        assert getattr(config, field.name) == type(field.default)(text)
+        default: Any = field.default
+        assert getattr(config, field.name) == type(default)(text)
 
 
 def test_an_empty_variable_is_as_none() -> None:
@@ -49,7 +51,7 @@ def test_an_argument_wins_over_the_environment_unless_none() -> None:
         ("PHUB_BUCKET_BYTES", "0", "expected >= 1"),
         ("PHUB_PBOX_CORES", "-1", "expected >= 0"),
         ("PHUB_LANE", "rdma", "expected auto, shm or tcp"),
-        ("PHUB_LOG_LEVEL", "loud", "expected debug, info, warning or error"),
+        ("PHUB_LOG_LEVEL", "loud", "expected debug, info, warning, error"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(variable: str, text: str, said: str) -> None:

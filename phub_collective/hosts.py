@@ -1,0 +1,59 @@
+"""Which ranks share a host, as far as it matters: can they pass each other descriptors?
+
+Host names and boot ids do not tell (containers and network namespaces share or fake them, copies
+of a virtual machine have the same), so it is tried: two processes share a host when one can
+connect to an abstract Unix socket of the other. Such a socket leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from phub_collective.rendezvous import Rendezvous
+
+PROBE_S = 5.0  # connecting to a local socket takes microseconds
+
+
+def host_hint() -> str:
+    """What processes of one host have in common; saves trying those that differ in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _reachable(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        with contextlib.suppress(OSError):
+            probe.connect("\0" + name)
+            return True
+    return False
+
+
+def ranks_of_this_host(rendezvous: Rendezvous) -> list[int]:
+    """The ranks that share this rank's host, itself included, in order. Collective.
+
+    Raises:
+        PeerLost, PeerTimeout: as `Rendezvous.all_gather`.
+    """
+    name, hint = f"phub-host-{secrets.token_hex(16)}", host_hint()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen(rendezvous.size)  # nobody accepts: being queued is proof enough
+        mine = json.dumps([hint, name]).encode()
+        cards = [json.loads(card) for card in rendezvous.all_gather("host.card", mine)]
+        # Everybody looks for the lowest rank it can reach, which all of its host agree about.
+        leader = next(
+            rank
+            for rank, (their_hint, their_name) in enumerate(cards)
+            if rank == rendezvous.rank or (their_hint == hint and _reachable(their_name))
+        )
+        leaders = rendezvous.all_gather("host.leader", str(leader).encode())
+    return [rank for rank, text in enumerate(leaders) if int(text) == leader]
