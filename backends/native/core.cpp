@@ -19,11 +19,18 @@ void EventQueue::push(JobEvent event) {
 
 bool EventQueue::pop(JobEvent& event, double timeout_s) {
   std::unique_lock guard(mutex_);
-  if (!arrived_.wait_for(guard, std::chrono::duration<double>(timeout_s), [&] { return !events_.empty(); }))
-    return false;
+  arrived_.wait_for(guard, std::chrono::duration<double>(timeout_s),
+                    [&] { return closed_ || !events_.empty(); });
+  if (events_.empty()) return false;
   event = std::move(events_.front());
   events_.pop_front();
   return true;
+}
+
+void EventQueue::close() {
+  const std::lock_guard guard(mutex_);
+  closed_ = true;
+  arrived_.notify_all();
 }
 
 // Frames of one worker's lane, handed to its job; an error ends that job and nothing else.
@@ -147,7 +154,7 @@ bool Core::run_commands() {
 }
 
 bool Core::move_lanes() {
-  bool moved = false;
+  bool moved = poller_.wait(0, ready_);  // marks the lanes whose descriptor has something
   for (auto& entry : lanes_) {
     if (entry->gone) continue;
     moved |= entry->lane->progress(*entry->sink, kLaneBudget);

@@ -21,13 +21,15 @@ namespace phub {
 class EventQueue {
  public:
   void push(JobEvent event);
-  // Waits up to timeout_s; false: nothing came.
+  // Waits up to timeout_s; false: nothing came, or the queue was closed.
   bool pop(JobEvent& event, double timeout_s);
+  void close();
 
  private:
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<JobEvent> events_;
+  bool closed_ = false;
 };
 
 class Core {
@@ -40,7 +42,6 @@ class Core {
   // Any thread: runs `command` on the core's thread and returns when it is done. What it throws is
   // thrown here.
   void call(const std::function<void(Core&)>& command);
-  int bell() const { return poller_.bell(); }
 
   // --- on the core's thread only ---
   JobShard& add_job(uint32_t id, int workers);

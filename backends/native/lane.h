@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 
@@ -23,8 +24,9 @@ class Sink {
   // Called once per frame with length > 0, before its payload is read. May throw Error: the lane
   // is then closed with it.
   virtual std::byte* destination(Lane& lane, const Header& header) = 0;
-  // A whole frame. `payload` is what `destination` returned, or a view valid during this call.
-  // May throw Error: the lane is then closed with it.
+  // A whole frame. `payload` is what `destination` returned, or a view valid during this call and
+  // aligned to 8 bytes at least. A view on shm may still be written by the other end: copy before
+  // checking anything in it. May throw Error: the lane is then closed with it.
   virtual void frame(Lane& lane, const Header& header, const std::byte* payload) = 0;
   // The lane is closed: by the other end (`bye` seen or not), by a broken frame, or by `frame`'s
   // throw. Called once. The sink must not destroy the lane in here.
@@ -39,21 +41,25 @@ struct LaneCounters {
 
 class Lane {
  public:
-  virtual ~Lane() = default;
+  virtual ~Lane();
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
 
   // Queues a frame and tries to move it at once. `payload` is borrowed: it must stay unchanged
   // until the frame has left, which `unsent` (if given) tells: it is incremented now when the
   // frame could not leave at once, and decremented when it has left (or the lane closed).
+  // A closed lane drops the frame.
   virtual void send(const Header& header, const void* payload, size_t* unsent = nullptr) = 0;
   // As `send`, with a copy of the payload: for small control frames.
   void send_copy(const Header& header, const void* payload);
 
   // Moves what can be moved both ways without blocking, at most about `budget` received bytes;
-  // true when anything moved.
+  // true when anything moved. Looks at its descriptor only when `fd_ready`: its owner calls
+  // Poller::wait (without sleeping, when there is other work) before each round.
   virtual bool progress(Sink& sink, size_t budget) = 0;
 
   // Bytes that a frame with so much payload takes in the lane, in the units of `arm`.
-  virtual size_t footprint(size_t length) const = 0;
+  virtual size_t footprint(size_t length) const { return sizeof(Header) + length; }
 
   // Before its owner sleeps in poll: asks to be woken when at least `bytes` have arrived (or less,
   // if the lane cannot hold as much), or queued frames can move on. True: there is something to do
@@ -62,21 +68,47 @@ class Lane {
   virtual void disarm() = 0;
 
   // What to watch in epoll. tcp: the socket. shm: the Unix socket, whose end tells that the other
-  // process is gone.
+  // process is gone. Stays open (and its number taken) until the lane is destroyed.
   virtual int fd() const = 0;
   virtual bool wants_write() const = 0;  // watch for EPOLLOUT too
-  virtual bool idle() const = 0;         // no frame is queued for sending
-  virtual bool is_closed() const = 0;
-  virtual void close(const Error& why, Sink& sink) = 0;
   virtual const char* transport() const = 0;  // "shm" | "tcp"
+
+  bool idle() const { return queue_.empty(); }  // no frame is queued for sending
+  bool is_closed() const { return closed_; }
+  // Drops what is queued, ends the connection and tells the sink; no effect when closed already.
+  void close(const Error& why, Sink& sink);
 
   LaneCounters counters;
   int peer = -1;          // rank at the other end (worker) or -1 (core)
   void* owner = nullptr;  // free for the owner's bookkeeping
+  bool fd_ready = true;   // set by the poller: there was an event on fd() since the lane looked
 
  protected:
-  std::string text_;  // last error text
+  Lane() = default;
+
+  struct Outgoing {
+    Header header;
+    const std::byte* payload;
+    size_t* unsent;
+  };
+  void enqueue(const Header& header, const void* payload, size_t* unsent);
+  void dequeue();             // the front of the queue has left
+  void drop_queue();          // nothing more can leave
+  virtual void shut_down() = 0;  // ends the connection; called once, by `close`
+
+  std::deque<Outgoing> queue_;
+
+ private:
+  struct Copy {
+    std::unique_ptr<std::byte[]> data;
+    size_t unsent = 0;
+  };
+  std::deque<Copy> copies_;
+  bool closed_ = false;
 };
+
+// Throws Error(protocol) when `header` cannot begin a frame of this protocol.
+void check_header(const Header& header, size_t max_payload);
 
 struct TcpOptions {
   std::string congestion;  // "" = cubic if allowed, else reno, else the system's
@@ -93,7 +125,9 @@ std::string congestion_control(int fd);
 // that accepts. Takes over all three descriptors.
 //   socket     connected Unix socket; its end tells that the other process is gone
 //   memory     from make_ring_memory
-//   peer_bell  eventfd of the other end's poller, rung when it sleeps and has asked to be woken
+//   peer_bell  eventfd of the other end's poller, rung when it sleeps and has asked to be woken.
+//              -1: a byte on the socket does it, 1 us dearer. For an end that is not trusted: it
+//              could make the write to its eventfd block.
 //   first      true on the side that made the memory
 std::unique_ptr<Lane> make_shm_lane(int socket, int memory, int peer_bell, bool first, size_t max_payload);
 int make_ring_memory(size_t ring_bytes);  // a sealed memfd that holds two rings of ring_bytes

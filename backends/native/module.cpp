@@ -130,11 +130,11 @@ void bind_server(py::module_& m) {
       .def_property_readonly("code", [](const JobEvent& event) { return static_cast<int>(event.code); });
   py::class_<Server>(m, "Server")
       .def(py::init<int>(), py::arg("cores"))
-      .def("bell", &Server::bell, py::arg("core"))
       .def("add_job", &Server::add_job, py::arg("job"), py::arg("workers"), Unlocked())
       .def("add_table", &Server::add_table, py::arg("job"), py::arg("info"), py::arg("workers"), Unlocked())
       .def("drop_table", &Server::drop_table, py::arg("job"), py::arg("table"), Unlocked())
       .def("drop_job", &Server::drop_job, py::arg("job"), Unlocked())
+      .def("close_events", &Server::close_events)
       .def("chunks_answered", &Server::chunks_answered, py::arg("job"), Unlocked())
       .def(
           "attach_tcp",

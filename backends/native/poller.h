@@ -23,11 +23,13 @@ class Poller {
   void remove(Lane& lane);
   void watch_write(Lane& lane, bool on);  // keep in step with lane.wants_write()
 
-  // Sleeps up to timeout_ms (-1: for ever, 0: not at all). Returns lanes whose descriptor is
-  // ready; clears the bell and reports whether it was rung.
+  // Sleeps up to timeout_ms (-1: for ever, 0: not at all) or until a signal. Returns lanes whose
+  // descriptor is ready, and marks them so; clears the bell and reports whether it was rung.
   bool wait(int timeout_ms, std::vector<Lane*>& ready);
 
  private:
+  void close_all();
+
   int epoll_ = -1, bell_ = -1;
 };
 

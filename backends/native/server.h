@@ -14,7 +14,6 @@ class Server {
   explicit Server(int cores);
 
   int cores() const { return static_cast<int>(cores_.size()); }
-  int bell(int core) const { return cores_.at(static_cast<size_t>(core))->bell(); }
 
   void add_job(uint32_t id, int workers);
   // Makes the table's memory and registers it on every core; returns when all have it.
@@ -26,6 +25,7 @@ class Server {
   std::vector<Stalled> stalled(uint32_t job);
   uint64_t chunks_answered(uint32_t job);
   bool next_event(JobEvent& event, double timeout_s) { return events_.pop(event, timeout_s); }
+  void close_events() { events_.close(); }  // next_event returns at once from now on
 
  private:
   EventQueue events_;

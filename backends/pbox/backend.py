@@ -47,8 +47,14 @@ class AdHoc:
 class PboxWork:
     """See `Work`. Until all ranks have announced the name, its push is still to come."""
 
-    def __init__(self, connection: Connection, table: AdHoc, operation: Operation, memory: np.ndarray,
-                 flags: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        table: AdHoc,
+        operation: Operation,
+        memory: np.ndarray,
+        flags: int,
+    ) -> None:
         self._connection, self._table, self._operation = connection, table, operation
         self._memory, self._flags = memory, flags
         self._finished = False
@@ -95,7 +101,9 @@ class PboxBackend(Backend):
     name = "pbox"
     server_optimizer = True
 
-    def __init__(self, context: Context, connection: Connection, server: LocalServer | None) -> None:
+    def __init__(
+        self, context: Context, connection: Connection, server: LocalServer | None
+    ) -> None:
         self.context = context
         self.connection = connection
         self.server_pid = connection.server_pid
@@ -112,7 +120,9 @@ class PboxBackend(Backend):
         send = operation.kind is not Kind.BROADCAST or operation.root == self.context.rank
         with self._lock:
             table, known = self._table(spec)
-            work = PboxWork(self.connection, table, operation, memory, 0 if send else self._core.NO_GRAD)
+            work = PboxWork(
+                self.connection, table, operation, memory, 0 if send else self._core.NO_GRAD
+            )
             table.work = work
         if known:
             work.start()
@@ -138,7 +148,9 @@ class PboxBackend(Backend):
         self.connection.register(spec, lambda t, e, table=table: self._on_registered(table, t, e))
         return table, False
 
-    def _on_registered(self, table: AdHoc, registered: RegisteredTable | None, error: PhubError | None) -> None:
+    def _on_registered(
+        self, table: AdHoc, registered: RegisteredTable | None, error: PhubError | None
+    ) -> None:
         with self._lock:  # submit() has set the work
             table.error = error
             if registered is not None:
@@ -156,7 +168,9 @@ class PboxBackend(Backend):
         if operation.kind is not Kind.ALLREDUCE:
             op = ReduceOp.SUM  # of the one contribution that counts
             if not 0 <= operation.root < self.context.size:
-                raise ConfigError(f"[pbox] root {operation.root} is no rank of 0..{self.context.size - 1}")
+                raise ConfigError(
+                    f"[pbox] root {operation.root} is no rank of 0..{self.context.size - 1}"
+                )
         elif buffer.dtype.is_floating:
             prescale, postscale = operation.prescale, operation.postscale
         elif op is ReduceOp.AVERAGE and buffer.dtype is DType.BOOL:
@@ -164,7 +178,9 @@ class PboxBackend(Backend):
         # The kind and root are part of the description that is compared between ranks.
         label = f"{operation.kind.value} root {operation.root}"
         key = Key(f"{operation.name} ({label})", (buffer.count,), buffer.dtype)
-        return TableSpec(operation.name, (key,), op, prescale, postscale, self._chunk_bytes, model=False)
+        return TableSpec(
+            operation.name, (key,), op, prescale, postscale, self._chunk_bytes, model=False
+        )
 
     def open_exchange(self, spec: ExchangeSpec) -> Exchange:
         return PboxExchange(self.connection, spec, self._chunk_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
-from phub_collective.backends.pbox.server import HANDSHAKE_SECONDS, lane_payload
+from phub_collective.backends.pbox.server import HANDSHAKE_SECONDS, NO_BELL, lane_payload
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PeerLost, PeerTimeout, PhubError, to_code
 
@@ -76,7 +76,9 @@ class Connection:
         try:
             for core in range(self.cores):
                 self._open_lane(core)
-            self._await(lambda: len(self._lanes_ready) == self.cores, HANDSHAKE_SECONDS, "its lanes")
+            self._await(
+                lambda: len(self._lanes_ready) == self.cores, HANDSHAKE_SECONDS, "its lanes"
+            )
         except BaseException:
             self.close()
             raise
@@ -88,7 +90,9 @@ class Connection:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"[pbox] expected HOST:PORT of a PBox, got {address!r}")
-        connection = self._dial(lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address)
+        connection = self._dial(
+            lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address
+        )
         hello = {"op": "where"}
         with connection:
             protocol.send(connection, hello)
@@ -134,7 +138,13 @@ class Connection:
             sock = self._dial(
                 lambda: socket.create_connection((host, port), HANDSHAKE_SECONDS), f"{host}:{port}"
             )
-        hello = {"op": "lane", "job": self._job, "rank": self.rank, "core": core, "transport": self.transport}
+        hello = {
+            "op": "lane",
+            "job": self._job,
+            "rank": self.rank,
+            "core": core,
+            "transport": self.transport,
+        }
         protocol.send(sock, hello)
         claims = ("lane", self._job, self.rank, core, self.transport)
         welcome = protocol.answer_challenge(sock, self._token, *claims)
@@ -144,11 +154,10 @@ class Connection:
             options = self._core.TcpOptions(
                 config.congestion, config.socket_buffer, max(1, int(config.timeout))
             )
-            self.congestion = self.client.attach_tcp(core, sock.detach(), options, payload)
+            self.client.attach_tcp(core, sock.detach(), options, payload)
         else:
-            memory, bell = welcome["descriptors"]
-            protocol.send(sock, {"ok": True}, (self.engine.bell(),))
-            self.client.attach_shm(core, sock.detach(), memory, bell, payload)
+            (memory,) = welcome["descriptors"]
+            self.client.attach_shm(core, sock.detach(), memory, NO_BELL, payload)
 
     # --- the control connection ---
 

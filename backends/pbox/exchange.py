@@ -65,7 +65,9 @@ class PboxExchange(Exchange):
         if spec.place == "server":
             for key in spec.keys:
                 if not key.dtype.is_floating:
-                    raise ConfigError(f"[pbox] no optimizer for {key.name!r} of {key.dtype.name.lower()}")
+                    raise ConfigError(
+                        f"[pbox] no optimizer for {key.name!r} of {key.dtype.name.lower()}"
+                    )
 
     def _register(self) -> RegisteredTable:
         answered = threading.Event()
@@ -90,7 +92,9 @@ class PboxExchange(Exchange):
         else:
             self._arena_memory = memory.anonymous(size)
         self.arena = np.frombuffer(self._arena_memory, np.uint8)
-        self._weight_memories = [memory.attach(fd, size, copy_on_write=True) for fd in descriptors[1:]]
+        self._weight_memories = [
+            memory.attach(fd, size, copy_on_write=True) for fd in descriptors[1:]
+        ]
         self._weights = [np.frombuffer(m, np.uint8) for m in self._weight_memories]
         self.result = self._weights[0] if self._weights else self.arena
 
@@ -130,7 +134,8 @@ class PboxExchange(Exchange):
         gradients not read in place)."""
         self._connection.client.pull(self._ids.id, key, self._views[key])
         self._connection.wait(
-            lambda s: bool(self._connection.client.wait(self._ids.id, key, s)), f"a pull of key {key}"
+            lambda s: bool(self._connection.client.wait(self._ids.id, key, s)),
+            f"a pull of key {key}",
         )
 
     def wait(self, timeout: float | None = None) -> None:
@@ -161,7 +166,9 @@ class PboxExchange(Exchange):
         if self._spec.place != "server":
             return super().set_hyper(groups)
         if len(groups) != self._table.groups:
-            raise ConfigError(f"[pbox] expected {self._table.groups} parameter groups, got {len(groups)}")
+            raise ConfigError(
+                f"[pbox] expected {self._table.groups} parameter groups, got {len(groups)}"
+            )
         if self._pushed:
             raise ConfigError(
                 "[pbox] hyperparameters are read at a step's first push; set them before it"

@@ -97,7 +97,9 @@ def require_equal(mine: TableSpec, rank: int, theirs: TableSpec, other: int) -> 
     if mine == theirs:
         return
     where = first_difference(mine.describe(), theirs.describe(), f"rank {rank}", f"rank {other}")
-    raise MismatchError(f"[pbox] {mine.name!r} was registered differently: {where}; make them equal")
+    raise MismatchError(
+        f"[pbox] {mine.name!r} was registered differently: {where}; make them equal"
+    )
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,17 @@ def start_server(config: Config, all_local: bool) -> LocalServer:
         PeerLost: it did not come up; its last words are on standard error.
     """
     host = "127.0.0.1" if all_local else _own_address()
-    command = [sys.executable, "-m", "phub_collective", "serve", "--host", host, "--port", "0", "--lifeline"]
+    command = [
+        sys.executable,
+        "-m",
+        "phub_collective",
+        "serve",
+        "--host",
+        host,
+        "--port",
+        "0",
+        "--lifeline",
+    ]
     environment = dict(os.environ)
     if not all_local:
         # Creating jobs on it stays a matter of this process and its children.
@@ -55,7 +65,11 @@ def start_server(config: Config, all_local: bool) -> LocalServer:
     if config.pbox_cores:
         environment["PHUB_PBOX_CORES"] = str(config.pbox_cores)
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
@@ -63,7 +77,9 @@ def start_server(config: Config, all_local: bool) -> LocalServer:
     if "serving on " not in line:
         process.kill()
         process.wait()
-        raise PeerLost(f"[pbox] the PBox did not start within {START_SECONDS:g} s (exit {process.returncode})")
+        raise PeerLost(
+            f"[pbox] the PBox did not start within {START_SECONDS:g} s (exit {process.returncode})"
+        )
     return LocalServer(process, line.split("serving on ")[1].split()[0].rstrip(","))
 
 

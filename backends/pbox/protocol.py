@@ -60,7 +60,9 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
     head, descriptors = _receive_head(sock)
     (length,) = struct.unpack("<I", head)
     if length > MAX_MESSAGE:
-        raise ProtocolError(f"[control] a message of {length} bytes; at most {MAX_MESSAGE} are taken")
+        raise ProtocolError(
+            f"[control] a message of {length} bytes; at most {MAX_MESSAGE} are taken"
+        )
     try:
         message = json.loads(_receive_exactly(sock, length))
     except ValueError:

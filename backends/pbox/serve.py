@@ -20,12 +20,20 @@ LAST_WORDS_SECONDS = 2.0  # for errors of dying jobs to reach their workers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `phub serve`."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
-    parser.add_argument("--interfaces", default="", help="several addresses A,B,... (instead of --host)")
-    parser.add_argument("--port", type=int, default=0, help="TCP port; 0: any free one, printed")
-    parser.add_argument("--cores", type=int, default=0, help="aggregator threads; 0: PHUB_PBOX_CORES")
     parser.add_argument(
-        "--lifeline", action="store_true", help="stop when standard input closes (its starter is gone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
+    )
+    parser.add_argument(
+        "--interfaces", default="", help="several addresses A,B,... (instead of --host)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="TCP port; 0: any free one, printed")
+    parser.add_argument(
+        "--cores", type=int, default=0, help="aggregator threads; 0: PHUB_PBOX_CORES"
+    )
+    parser.add_argument(
+        "--lifeline",
+        action="store_true",
+        help="stop when standard input closes (its starter is gone)",
     )
 
 
@@ -58,7 +66,9 @@ def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
 def main(args: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT or, with --lifeline, the end of standard input."""
     config = Config.from_environment()
-    logging.basicConfig(level=config.log_level.upper(), format="phub serve: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="phub serve: %(message)s", stream=sys.stderr
+    )
     server = PBoxServer(options_from(args, config))
     wake_read, wake_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):

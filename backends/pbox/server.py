@@ -22,6 +22,7 @@ from phub_collective.errors import AuthError, ConfigError, PhubError, ProtocolEr
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
+NO_BELL = -1  # wake over the lane's Unix socket
 MAX_NAME = 200  # characters of a job's name
 
 
@@ -55,7 +56,9 @@ class PBoxServer:
         self._options = options
         self._core = load()
         self._native = self._core.Server(options.cores)
-        self._tcp = self._core.TcpOptions(options.congestion, options.socket_buffer, options.keepalive)
+        self._tcp = self._core.TcpOptions(
+            options.congestion, options.socket_buffer, options.keepalive
+        )
         self._lock = threading.Lock()
         self._jobs: dict[str, Tenant] = {}
         self._next_job = 1
@@ -68,7 +71,9 @@ class PBoxServer:
         self._unix.listen(128)
         for listener in [*self._listeners, self._unix]:
             self._thread(self._accept, listener)
-        self._thread(self._watch)
+        # Joined by `close`: a thread inside the native core must not outlive the interpreter.
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -106,6 +111,8 @@ class PBoxServer:
             jobs = list(self._jobs.values())
         for job in jobs:
             job.fail(from_code(4, "[pbox] the server was stopped"))
+        self._native.close_events()
+        self._watcher.join()
 
     def jobs(self) -> list[str]:
         """Names of the jobs that have not ended."""
@@ -157,18 +164,29 @@ class PBoxServer:
         if not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ConfigError(f"[pbox] a job's name has 1 to {MAX_NAME} printable characters")
         if not 64 <= chunk_bytes <= self._core.MAX_PAYLOAD:
-            raise ConfigError(f"[pbox] chunks of {chunk_bytes} bytes; expected 64 to {self._core.MAX_PAYLOAD}")
+            raise ConfigError(
+                f"[pbox] chunks of {chunk_bytes} bytes; expected 64 to {self._core.MAX_PAYLOAD}"
+            )
         with self._lock:
             if name in self._jobs:
                 raise ConfigError(f"[pbox] a job {name!r} exists already; choose another name")
             options = self._options
-            job = Tenant(self._native, self._next_job, name, workers, chunk_bytes, options.cores,
-                         len(options.interfaces))
+            job = Tenant(
+                self._native,
+                self._next_job,
+                name,
+                workers,
+                chunk_bytes,
+                options.cores,
+                len(options.interfaces),
+            )
             self._next_job += 1
             self._jobs[name] = job
         protocol.send(connection, {"token": job.token})
 
-    def _authenticate(self, connection: socket.socket, message: protocol.Message, *claims: object) -> Tenant:
+    def _authenticate(
+        self, connection: socket.socket, message: protocol.Message, *claims: object
+    ) -> Tenant:
         name = str(message.get("job", ""))
         with self._lock:
             job = self._jobs.get(name)
@@ -215,7 +233,9 @@ class PBoxServer:
             "pid": os.getpid(),
         }
 
-    def _request(self, job: Tenant, member: Member, message: protocol.Message, descriptors: list[int]) -> bool:
+    def _request(
+        self, job: Tenant, member: Member, message: protocol.Message, descriptors: list[int]
+    ) -> bool:
         """One message on a control connection; False when it was the last one."""
         protocol.close_all(descriptors)
         op = message.get("op")
@@ -241,19 +261,20 @@ class PBoxServer:
         payload = lane_payload(job.chunk_bytes)
         if transport == "tcp":
             protocol.send(connection, {"ok": True})
-            self._native.attach_tcp(job.number, member.rank, core, connection.detach(), self._tcp, payload)
+            self._native.attach_tcp(
+                job.number, member.rank, core, connection.detach(), self._tcp, payload
+            )
         elif transport == "shm" and connection.family == socket.AF_UNIX:
             memory = self._core.make_ring_memory(ring_bytes(payload, self._options.cores))
-            protocol.send(connection, {"ok": True}, (memory, self._native.bell(core)))
-            _, bells = protocol.receive(connection)
-            if len(bells) != 1:
-                protocol.close_all([memory, *bells])
-                raise ProtocolError("[pbox] expected one bell of the worker")
+            protocol.send(connection, {"ok": True}, (memory,))
+            # No bells: who holds an eventfd of a core could drain it, and let other jobs sleep.
             self._native.attach_shm(
-                job.number, member.rank, core, connection.detach(), memory, bells[0], payload
+                job.number, member.rank, core, connection.detach(), memory, NO_BELL, payload
             )
         else:
-            raise ConfigError(f"[pbox] unknown transport {transport!r}; expected shm (same host) or tcp")
+            raise ConfigError(
+                f"[pbox] unknown transport {transport!r}; expected shm (same host) or tcp"
+            )
         member.transports[core] = transport
         member.send({"op": "lane", "core": core})
 

@@ -43,7 +43,9 @@ def create_service(address: str, job: str, workers: int, chunk_bytes: int = 32 <
     try:
         connection = socket.create_connection((host, int(port)), HANDSHAKE_SECONDS)
     except OSError as error:
-        raise PeerLost(f"[pbox] no PBox at {address}: {error}; start one with: phub serve") from None
+        raise PeerLost(
+            f"[pbox] no PBox at {address}: {error}; start one with: phub serve"
+        ) from None
     with connection:
         request = {"op": "create", "name": job, "workers": workers, "chunk_bytes": chunk_bytes}
         protocol.send(connection, request)
@@ -105,8 +107,12 @@ class Service:
             MismatchError: ranks registered different keys; both sides are named.
         """
         if self._exchange is not None:
-            raise ConfigError("[pbox] init was called before; connect a second service for a second model")
-        self._specs = [Key(n, a.shape, Buffer.of(np.ascontiguousarray(a)).dtype) for n, a in arrays.items()]
+            raise ConfigError(
+                "[pbox] init was called before; connect a second service for a second model"
+            )
+        self._specs = [
+            Key(n, a.shape, Buffer.of(np.ascontiguousarray(a)).dtype) for n, a in arrays.items()
+        ]
         self._keys = {key.name: index for index, key in enumerate(self._specs)}
         place = "worker" if optimizer is None else "server"
         spec = ExchangeSpec("service", self._specs, op, place)
@@ -157,7 +163,9 @@ class Service:
         exchange.finish_key(key)
         return self._view(name).copy()
 
-    def push_pull(self, name: str, gradient: np.ndarray, timeout: float | None = None) -> np.ndarray:
+    def push_pull(
+        self, name: str, gradient: np.ndarray, timeout: float | None = None
+    ) -> np.ndarray:
         """`push` and `pull` in one exchange (PushPull)."""
         self.push(name, gradient)
         return self.pull(name, timeout)

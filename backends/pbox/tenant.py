@@ -49,8 +49,16 @@ class Registered:
 class Tenant:
     """See the module. Thread-safe; `native` is the data plane that carries out what is agreed."""
 
-    def __init__(self, native: Any, number: int, name: str, workers: int, chunk_bytes: int, cores: int,
-                 interfaces: int) -> None:
+    def __init__(
+        self,
+        native: Any,
+        number: int,
+        name: str,
+        workers: int,
+        chunk_bytes: int,
+        cores: int,
+        interfaces: int,
+    ) -> None:
         self.number, self.name, self.workers, self.chunk_bytes = number, name, workers, chunk_bytes
         self.token = protocol.new_token()
         self._native, self._cores, self._interfaces = native, cores, interfaces
@@ -75,7 +83,9 @@ class Tenant:
                     f"[pbox] job {self.name!r} has ranks 0..{self.workers - 1}, got rank {member.rank}"
                 )
             if member.rank in self._members or member.rank in self._left:
-                raise ConfigError(f"[pbox] rank {member.rank} of job {self.name!r} is connected already")
+                raise ConfigError(
+                    f"[pbox] rank {member.rank} of job {self.name!r} is connected already"
+                )
             self._members[member.rank] = member
 
     def member(self, rank: int) -> Member:
@@ -96,7 +106,11 @@ class Tenant:
             self._left.add(member.rank)
             if why is None and self._waiting:
                 name = next(iter(self._waiting))
-                self.fail(PeerLost(f"[pbox] rank {member.rank} left, others register {name!r}", member.rank))
+                self.fail(
+                    PeerLost(
+                        f"[pbox] rank {member.rank} left, others register {name!r}", member.rank
+                    )
+                )
             return not self._members
 
     def fail(self, error: PhubError) -> None:
