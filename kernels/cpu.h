@@ -2,8 +2,9 @@
 //
 // Contract of all functions: any count (also 0) and any alignment; two arrays coincide exactly or do
 // not overlap; safe from any thread; nothing is allocated or remembered. Arrays are combined in the
-// order given, and results are bitwise the same on every instruction set. 16-bit floats are
-// accumulated in fp32 and rounded once, to nearest even. Integers wrap around.
+// order given, and results are bitwise the same on every instruction set (NaNs aside: which NaN comes
+// out is not said). 16-bit floats are accumulated in fp32 and rounded once, to nearest even. Integers
+// wrap around. A wrong argument throws std::invalid_argument.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +14,20 @@
 
 namespace phub {
 
-// Instruction sets the loops are compiled for; the last that this machine has is the default.
+// Instruction sets the loops are compiled for; the best that this machine has is the default.
 enum class Isa { baseline = 0, avx2 = 1, avx512 = 2 };
 bool has_isa(Isa isa);
 Isa best_isa();
+
+// Where results go. `streaming` writes past the caches: for tables much larger than the last-level
+// cache, whose results nobody reads before they would be evicted anyway. Arrays that are also read
+// are written `cached` whatever is asked for.
+enum class Stores { cached, streaming };
+
+struct Execution {
+  Isa isa = best_isa();
+  Stores stores = Stores::cached;
+};
 
 // Factors of a reduction. `pre` multiplies every element before, `post` the result after; both act
 // on floating types only and in the accumulator's type. `divisor` acts on integers under
@@ -30,15 +41,15 @@ struct Scale {
 // Each of the n_out (>= 1) arrays `outs` = op over the n (>= 1) arrays `in`, all of type t. Outputs
 // may coincide with inputs. min and max propagate NaN. bool: sum and max are OR, product and min AND.
 void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* const* in, int n,
-            size_t count, const Scale& scale = {}, Isa isa = best_isa());
+            size_t count, const Scale& scale = {}, const Execution& execution = {});
 
 // The same in pieces, as arrays arrive. `acc` has accumulator_type(t); the first array sets it.
 // Folding all arrays and finishing equals `reduce` bitwise. `fold` uses scale.pre, `finish` the
 // rest. In `finish` out may be acc when t is its own accumulator type.
 void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool first,
-          const Scale& scale = {}, Isa isa = best_isa());
+          const Scale& scale = {}, const Execution& execution = {});
 void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, const Scale& scale = {},
-            Isa isa = best_isa());
+            const Execution& execution = {});
 
 // What an optimizer step of a model of floating type t reads and writes. Weights and momentum have
 // accumulator_type(t).
@@ -51,13 +62,13 @@ struct StepArrays {
 };
 
 // One step of SGD; gradient = scale.post * `acc`, which has accumulator_type(t). `first`: the
-// momentum is not set yet. Throws std::invalid_argument when t is no floating type.
+// momentum is not set yet.
 void sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* acc, size_t count,
-         const Scale& scale, bool first, Isa isa = best_isa());
+         const Scale& scale, bool first, const Execution& execution = {});
 
 // The same with gradient = post * sum(pre * in[k]) of n arrays of type t, in one pass. Equals
 // `fold` of all arrays and `sgd` bitwise. `in` may coincide with `outs`.
 void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in,
-                int n, size_t count, const Scale& scale, bool first, Isa isa = best_isa());
+                int n, size_t count, const Scale& scale, bool first, const Execution& execution = {});
 
 }  // namespace phub
