@@ -1,0 +1,342 @@
+"""Backends over libraries that need one order of operations on all ranks (MPI, Gloo).
+
+A channel is such a library's communicator: all ranks start operations on it in one order. Names
+may be submitted in any order, so an operation is announced and started when all ranks have
+announced it, in the agreed order, on the shared channel. From its second use on a name has a
+channel of its own, on which the n-th use meets the n-th use without any announcement: in the steady
+state of training nothing is added to the library's own cost.
+
+A rank whose n-th use differs from what its channel was made for announces that, and those who
+have started the n-th use announce theirs, so that both sides are named. All ranks may also differ
+in the same way; then the channel serves the new shape.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from phub_collective.backends.agreement import Agreement
+from phub_collective.backends.base import Backend, Context, Kind, Operation, Work
+from phub_collective.backends.negotiation import Announcement, Decision, Refuse, Start
+from phub_collective.backends.operations import check, describe
+from phub_collective.backends.transfer import Transfer
+from phub_collective.errors import (
+    ConfigError,
+    DuplicateName,
+    MismatchError,
+    PeerLost,
+    PeerTimeout,
+    PhubError,
+)
+
+REMEMBERED = 4096  # names used once, for which a second use is recognised
+SLICE_S = 0.05  # a library's wait is looked after this often, for errors it does not know of
+BLAME_S = 2.0  # after a library's error, how long to wait for the rendezvous to name who died
+
+
+class Handle(Protocol):
+    """An operation that the library is working on."""
+
+    def wait(self, seconds: float) -> bool:
+        """Block up to so long (0: only look); True when it has ended, well or not."""
+        ...
+
+    def error(self) -> str | None:
+        """After it ended: None, or what the library says went wrong."""
+        ...
+
+
+class Channel(Protocol):
+    """A communicator of the library."""
+
+    def start(self, transfer: Transfer | None, ended: Callable[[], None]) -> Handle:
+        """Start an operation (None: a barrier). `ended` is called from another thread, some time
+        after `Handle.wait` has become true, unless somebody has waited."""
+        ...
+
+
+@dataclass
+class Named:
+    """A name that has its own channel.
+
+    Attributes:
+        uses: how many uses this rank has submitted (agreed ones: started) on the channel.
+        agree_at: the use that another rank has announced with another description.
+        answered: we have announced a use that we had started on the channel already.
+    """
+
+    channel: Channel
+    description: str
+    uses: int = 1
+    agree_at: int | None = None
+    answered: bool = False
+
+
+class ChannelWork:
+    """See `Work`. `handle`, `error` and `over` change under the owner's lock only."""
+
+    def __init__(self, owner: ChannelBackend, operation: Operation) -> None:
+        self._owner, self._operation = owner, operation
+        self.name = operation.name
+        self.announced = False
+        self.handle: Handle | None = None
+        self.error: PhubError | None = None
+        self.over = False
+        self._completing = False
+        self._transfer: Transfer | None = None
+
+    def begin(self, channel: Channel) -> None:
+        """Start on `channel`. Held lock: starts on one channel happen in their agreed order."""
+        if self._operation.kind is not Kind.BARRIER:
+            self._transfer = Transfer(self._operation, self._owner.context.size)
+            if not self._transfer.array.size:
+                self.end(None)
+                return
+        self.handle = channel.start(self._transfer, self.look)
+
+    def look(self) -> None:
+        """Complete the operation if the library has ended it."""
+        with self._owner.lock:  # not before begin() is through
+            handle = self.handle
+        if handle is not None and not self.over and handle.wait(0.0):
+            self._complete(handle)
+
+    def _complete(self, handle: Handle) -> None:
+        with self._owner.lock:
+            if self._completing or self.over:
+                return
+            self._completing = True  # here, without the lock: it may take milliseconds
+        text = handle.error()
+        error = None if text is None else self._owner.explain(self.name, text)
+        if error is None and self._transfer is not None:
+            self._transfer.finish()
+        with self._owner.lock:
+            self.end(error)
+
+    def end(self, error: PhubError | None) -> None:
+        """Finished or failed; the first to say so counts. Held lock."""
+        if not self.over:
+            self.error, self.over = error, True
+            self._owner.forget(self)
+
+    def done(self) -> bool:
+        self.look()
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> None:
+        limit = self._owner.context.config.stall_timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        if self.handle is None:
+            self._wait_for(lambda: self.handle is not None or self.over, deadline, limit)
+        while not self.over:
+            assert self.handle is not None
+            left = deadline - time.monotonic()
+            if self.handle.wait(max(0.0, min(left, SLICE_S))):
+                self._complete(self.handle)  # unless another thread is at it
+                self._wait_for(lambda: self.over, max(deadline, time.monotonic() + BLAME_S), limit)
+            elif left <= 0:
+                raise self._owner.late(self, limit)
+        if self.error is not None:
+            raise self.error
+
+    def _wait_for(self, condition: Callable[[], bool], deadline: float, limit: float) -> None:
+        with self._owner.lock:
+            if not self._owner.lock.wait_for(condition, deadline - time.monotonic()):
+                raise self._owner.late(self, limit)
+
+
+class ChannelBackend(Backend):
+    """See `Backend` and the head of this file.
+
+    Attributes:
+        max_channels: names beyond so many are announced at every use.
+        lock: guards all that changes in here and in the works.
+    """
+
+    max_channels: int
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.lock = threading.Condition(threading.RLock())
+        self._flying: dict[str, ChannelWork] = {}
+        self._abandoned: list[ChannelWork] = []  # failed, but the library may use their memory
+        self._named: dict[str, Named] = {}
+        self._once: OrderedDict[str, None] = OrderedDict()
+        self._refusals: defaultdict[str, deque[MismatchError]] = defaultdict(deque)
+        self._ended: PhubError | None = None
+        self._lost = False
+        self._closed = False
+        self._opened = 0
+        self._shared = self._next_channel()
+        self._agreement = Agreement(context, self.name, self)
+
+    @abc.abstractmethod
+    def open_channel(self, number: int) -> Channel:
+        """Make the library's communicator `number`. Collective, in one order on all ranks.
+
+        Raises:
+            PeerLost, PeerTimeout: not all ranks came.
+        """
+
+    @abc.abstractmethod
+    def disconnect(self, orderly: bool) -> None:
+        """Give the library's resources back. `orderly`: nothing is left running on any rank."""
+
+    def submit(self, operation: Operation) -> Work:
+        check(operation, self.context.size, self.name)
+        work = ChannelWork(self, operation)
+        with self.lock:
+            if self._closed:
+                raise ConfigError(f"[{self.name}] {operation.name!r} was submitted after close()")
+            if operation.name in self._flying:
+                raise DuplicateName(
+                    f"[{self.name}] rank {self.context.rank} submitted {operation.name!r} while its"
+                    " last use is in flight; wait for it, or give the two different names"
+                )
+            if self._ended is not None:
+                raise self._ended
+            self._dispatch(work, describe(operation))
+        return work
+
+    def close(self) -> None:
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            flying = list(self._flying.values())
+        deadline = time.monotonic() + self.context.config.timeout
+        for work in flying:
+            with suppress(PhubError):  # whoever waits for it gets it too
+                work.wait(max(0.0, deadline - time.monotonic()))
+        self._agreement.close()
+        with self.lock:
+            orderly = not (self._lost or self._abandoned or self._flying)
+        self.disconnect(orderly)
+
+    def _dispatch(self, work: ChannelWork, description: str) -> None:
+        """Start it on its own channel, or announce it. Held lock."""
+        named = self._named.get(work.name)
+        fits = named is not None and named.description == description
+        self._flying[work.name] = work
+        if named is not None and fits and named.uses != named.agree_at:
+            named.uses += 1
+            work.begin(named.channel)
+            return
+        work.announced = True
+        use, differs = (0, False) if named is None else (named.uses, not fits)
+        try:
+            self._agreement.announce(Announcement(work.name, description, use, differs))
+        except PhubError:
+            del self._flying[work.name]
+            raise
+        refusals = self._refusals.get(work.name)
+        if refusals:
+            work.end(refusals.popleft())
+
+    # What the agreement calls, on its thread.
+
+    def announced(self, announcements: Sequence[Announcement]) -> None:
+        with self.lock:
+            for one in announcements:
+                named = self._named.get(one.name)
+                if named is None or named.answered or not one.differs:
+                    continue
+                if named.uses > one.use:
+                    named.answered = True
+                    answer = Announcement(one.name, named.description, one.use)
+                    self._agreement.announce(answer)
+                else:
+                    named.agree_at = one.use
+
+    def decided(self, decision: Decision) -> None:
+        if isinstance(decision, Refuse):
+            self._refuse(decision)
+            return
+        channel = self._channel_for(decision)
+        with self.lock:
+            work = self._flying.get(decision.name)
+            if work is not None:  # else it has failed here meanwhile
+                work.begin(channel)
+                self.lock.notify_all()
+
+    def ended(self, error: PhubError, is_loss: bool) -> None:
+        with self.lock:
+            self._ended, self._lost = error, is_loss
+            for work in list(self._flying.values()):
+                if is_loss or work.handle is None:
+                    self._fail(work, error)
+
+    def _channel_for(self, start: Start) -> Channel:
+        """Chosen from what is equal on all ranks: the decisions so far."""
+        with self.lock:
+            named = self._named.get(start.name)
+            if named is not None:
+                named.description, named.agree_at = start.description, None
+                named.uses += 1
+                return named.channel
+            if start.name not in self._once or len(self._named) >= self.max_channels:
+                self._once[start.name] = None
+                if len(self._once) > REMEMBERED:
+                    self._once.popitem(last=False)
+                return self._shared
+        channel = self._next_channel()
+        with self.lock:
+            del self._once[start.name]
+            self._named[start.name] = Named(channel, start.description)
+        return channel
+
+    def _next_channel(self) -> Channel:
+        self._opened += 1
+        return self.open_channel(self._opened)
+
+    def _refuse(self, refuse: Refuse) -> None:
+        error = MismatchError(
+            f"[{self.name}] {refuse.name!r} differs between ranks: {refuse.text}; make them equal"
+        )
+        with self.lock:
+            named = self._named.pop(refuse.name, None)
+            self._once.pop(refuse.name, None)
+            answered = named is not None and named.answered
+            work = self._flying.get(refuse.name)
+            if work is not None and (work.announced or answered):
+                self._fail(work, error)
+            elif self.context.rank in refuse.waiting and not answered:
+                self._refusals[refuse.name].append(error)
+
+    # What the works call.
+
+    def _fail(self, work: ChannelWork, error: PhubError) -> None:
+        if work.handle is not None and not work.over:
+            self._abandoned.append(work)
+        work.end(error)
+
+    def forget(self, work: ChannelWork) -> None:
+        """`work` is over. Held lock."""
+        if self._flying.get(work.name) is work:
+            del self._flying[work.name]
+        self.lock.notify_all()
+
+    def late(self, work: ChannelWork, limit: float) -> PeerTimeout:
+        """The error of a wait that took too long: whom it waited for, as far as is known."""
+        missing = self._agreement.missing(work.name) if work.handle is None else ()
+        who = f"ranks {', '.join(map(str, missing))}" if missing else "the other ranks"
+        return PeerTimeout(
+            f"[{self.name}] rank {self.context.rank} waited {limit:g} s for {who} in "
+            f"{work.name!r}; has every rank submitted it?",
+            missing,
+        )
+
+    def explain(self, name: str, text: str) -> PhubError:
+        """The error for a failure in the library: that of the lost rank, when one is found."""
+        with self.lock:
+            self.lock.wait_for(lambda: self._ended is not None, BLAME_S)
+            if self._ended is not None:
+                return self._ended
+        return PeerLost(f"[{self.name}] rank {self.context.rank}: {name!r} failed: {text}")

@@ -1,0 +1,157 @@
+"""Allreduce, broadcast and barrier of Gloo, as torch.distributed has it: a reference backend.
+
+Process groups of our own, connected through the job's rendezvous; torch's default process group is
+neither used nor needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from phub_collective.backends.base import Backend, Context, Kind
+from phub_collective.backends.channels import Channel, ChannelBackend, Handle
+from phub_collective.backends.transfer import Transfer
+from phub_collective.errors import BackendUnavailable, PeerTimeout, PhubError
+
+MAX_CHANNELS = 32  # each has a socket for every peer, and a thread
+
+
+def is_available() -> str | None:
+    """None, or why not."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: pip install 'phub-collective[torch]'"
+    return None
+
+
+def create(context: Context) -> Backend:
+    """Connect all ranks. Collective.
+
+    Raises:
+        BackendUnavailable: this torch was built without Gloo.
+        PeerTimeout, PeerLost: not all ranks came.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise BackendUnavailable("[gloo] this torch was built without torch.distributed or Gloo")
+    return GlooBackend(context)
+
+
+class GlooBackend(ChannelBackend):
+    """See `ChannelBackend`; a channel is a process group."""
+
+    name = "gloo"
+    max_channels = MAX_CHANNELS
+
+    def __init__(self, context: Context) -> None:
+        self._device = _device(context)
+        super().__init__(context)
+
+    def open_channel(self, number: int) -> Channel:
+        from torch.distributed import ProcessGroupGloo
+
+        context = self.context
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._threads = 1  # on the shared channel too: its operations have one order anyway
+        options._timeout = timedelta(seconds=context.config.timeout)
+        try:
+            store = _store(context, f"gloo/{number}/")
+            group = ProcessGroupGloo(store, context.rank, context.size, options)
+        except PhubError:
+            raise
+        except RuntimeError as error:
+            raise PeerTimeout(
+                f"[gloo] rank {context.rank} could not connect to the other {context.size - 1} "
+                f"ranks: {error}"
+            ) from error
+        group.set_timeout(timedelta(seconds=context.config.stall_timeout))
+        return GlooChannel(group)
+
+    def disconnect(self, orderly: bool) -> None:
+        """Process groups close their sockets when the last reference goes."""
+
+
+class GlooChannel:
+    """See `Channel`."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def start(self, transfer: Transfer | None, ended: Callable[[], None]) -> Handle:
+        return GlooWork(self._work(transfer), ended)
+
+    def _work(self, transfer: Transfer | None) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        if transfer is None:
+            return self._group.barrier(dist.BarrierOptions())
+        tensors = [torch.from_numpy(transfer.array)]
+        if transfer.kind is Kind.BROADCAST:
+            broadcast = dist.BroadcastOptions()
+            broadcast.rootRank, broadcast.rootTensor = transfer.root, 0
+            return self._group.broadcast(tensors, broadcast)
+        allreduce = dist.AllreduceOptions()
+        allreduce.reduceOp = getattr(dist.ReduceOp, transfer.op.name)  # the same names as ours
+        return self._group.allreduce(tensors, allreduce)
+
+
+class GlooWork:
+    """See `Handle`."""
+
+    def __init__(self, work: Any, ended: Callable[[], None]) -> None:
+        self._over = threading.Event()
+        self._work, self._future = work, work.get_future()
+
+        def on_done(_: Any) -> None:
+            self._over.set()
+            ended()
+
+        self._future.add_done_callback(on_done)
+
+    def wait(self, seconds: float) -> bool:
+        return self._over.wait(seconds) if seconds > 0 else self._over.is_set()
+
+    def error(self) -> str | None:
+        try:
+            self._future.value()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+
+def _device(context: Context) -> Any:
+    """Loopback when all ranks share a host, else what torch chooses (GLOO_SOCKET_IFNAME, or the
+    address of the host's name)."""
+    from torch.distributed import ProcessGroupGloo
+
+    if context.local_size == context.size:
+        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return ProcessGroupGloo.create_default_device()
+
+
+def _store(context: Context, prefix: str) -> Any:
+    """The job's rendezvous as a torch Store, as far as Gloo uses one."""
+    import torch.distributed as dist
+
+    rendezvous = context.rendezvous
+
+    class RendezvousStore(dist.Store):  # type: ignore[name-defined, misc]
+        def set(self, key: str, value: str | bytes) -> None:
+            data = value.encode() if isinstance(value, str) else bytes(value)
+            rendezvous.put(prefix + key, data)
+
+        def get(self, key: str) -> bytes:
+            return rendezvous.get(prefix + key, context.config.timeout)
+
+        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            seconds = context.config.timeout if timeout is None else timeout.total_seconds()
+            for key in keys:
+                rendezvous.get(prefix + key, seconds)
+
+    return RendezvousStore()
