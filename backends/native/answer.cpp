@@ -106,11 +106,15 @@ void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
   const TableInfo& info = shard.table->info;
   Arrivals& arrivals = shard.chunks[index].arrivals;
   const std::byte* answer = info.server ? optimized_answer(shard, index) : reduce_answer(shard, index);
-  const Header header{FrameKind::result, 0, 0, info.first_chunk + index, arrivals.step, info.chunks[index].bytes};
+  Header header{FrameKind::result, 0, 0, info.first_chunk + index, arrivals.step, info.chunks[index].bytes};
+  if (info.shared_answers) {
+    header.flags = flag::in_answer;
+    header.length = 0;
+  }
   next_exchange(arrivals);
   ++answered_;
   for (Lane* lane : lanes_)
-    if (lane) lane->send(header, answer);
+    if (lane) lane->send(header, header.length ? answer : nullptr);
 }
 
 void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {

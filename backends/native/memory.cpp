@@ -20,16 +20,15 @@ std::string describe(const char* call, size_t bytes) {
   return "[memory] " + std::string(call) + " of " + std::to_string(bytes) + " bytes";
 }
 
-void* map(size_t bytes, int flags, int fd) {
-  return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+void* map(size_t bytes, int flags, int fd, int protection = PROT_READ | PROT_WRITE) {
+  return mmap(nullptr, bytes, protection, flags, fd, 0);
 }
 
 // A preallocated memory file of `bytes`, or -1 with errno. Reserved huge pages are tried first.
 int memory_file(size_t bytes, unsigned flags) {
   const int fd = memfd_create("phub", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
   if (fd < 0) return -1;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
-      fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0 && fcntl(fd, F_ADD_SEALS, kSeals) == 0)
+  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0)
     return fd;
   const int number = errno;
   close(fd);
@@ -47,15 +46,18 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
   return std::shared_ptr<Memory>(new Memory(static_cast<std::byte*>(data), bytes, mapped, -1));
 }
 
-std::shared_ptr<Memory> Memory::shared(size_t bytes) {
+std::shared_ptr<Memory> Memory::shared(size_t bytes, Access others) {
   const size_t mapped = round_up(bytes ? bytes : 1, bytes >= kHugePage ? kHugePage : 4096);
   int fd = -1;
   if (bytes >= kHugePage) fd = memory_file(mapped, MFD_HUGETLB);
   if (fd < 0) fd = memory_file(mapped, 0);
   if (fd < 0) throw system_error(describe("memfd", mapped), errno);
   void* data = map(mapped, MAP_SHARED, fd);
-  if (data == MAP_FAILED) {
+  // Sealed after our own mapping, which a seal against writing leaves as it is.
+  const int seals = kSeals | (others == Access::read_write ? 0 : F_SEAL_FUTURE_WRITE);
+  if (data == MAP_FAILED || fcntl(fd, F_ADD_SEALS, seals) != 0) {
     const int number = errno;
+    if (data != MAP_FAILED) munmap(data, mapped);
     close(fd);
     throw system_error(describe("mmap", mapped), number);
   }
@@ -73,8 +75,9 @@ std::shared_ptr<Memory> Memory::attach(int fd, size_t bytes, Access access) {
                                          std::to_string(bytes) + " bytes, got another file");
   }
   const size_t mapped = static_cast<size_t>(info.st_size);
-  const int flags = access == Access::read_write ? MAP_SHARED : MAP_PRIVATE;
-  void* data = map(mapped, flags, fd);
+  const int flags = access == Access::copy_on_write ? MAP_PRIVATE : MAP_SHARED;
+  const int protection = access == Access::read_only ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = map(mapped, flags, fd, protection);
   if (data == MAP_FAILED) {
     const int number = errno;
     close(fd);

@@ -12,10 +12,11 @@ namespace phub {
 
 class Memory {
  public:
-  enum class Access { read_write, copy_on_write };
+  enum class Access { read_write, read_only, copy_on_write };
 
   static std::shared_ptr<Memory> anonymous(size_t bytes);  // private, zeroed, huge pages asked for
-  static std::shared_ptr<Memory> shared(size_t bytes);     // a new sealed memory file
+  // A new sealed memory file. `others`: what those may do who get its descriptor.
+  static std::shared_ptr<Memory> shared(size_t bytes, Access others);
   // Maps a received memory file (takes over fd). Refuses one that is not sealed or too small.
   static std::shared_ptr<Memory> attach(int fd, size_t bytes, Access access);
 

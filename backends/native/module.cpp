@@ -40,7 +40,7 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
                      const Array<uint8_t>& key_dtypes, const Array<uint32_t>& key_groups,
                      const Array<uint64_t>& chunk_offsets, const Array<uint32_t>& chunk_bytes,
                      const Array<uint32_t>& chunk_keys, const Array<uint16_t>& chunk_cores, int op,
-                     double prescale, double postscale, int divisor, bool arena, bool server, bool shared) {
+                     double prescale, double postscale, int divisor, bool arena, bool shared_answers, bool server, bool shared) {
   TableInfo table;
   table.id = id;
   table.first_key = first_key;
@@ -49,6 +49,7 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
   table.op = static_cast<ReduceOp>(op);
   table.scale = {prescale, postscale, divisor};
   table.arena = arena;
+  table.shared_answers = shared_answers;
   table.server = server;
   table.shared = shared;
   for (py::ssize_t i = 0; i < key_offsets.size(); ++i)
@@ -74,20 +75,18 @@ TcpOptions tcp_options(const std::string& congestion, int buffer_bytes, int keep
 }
 
 void bind_memory(py::module_& m) {
+  py::enum_<Memory::Access>(m, "Access")
+      .value("READ_WRITE", Memory::Access::read_write)
+      .value("READ_ONLY", Memory::Access::read_only)
+      .value("COPY_ON_WRITE", Memory::Access::copy_on_write);
   py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
       .def_buffer([](Memory& memory) {
         return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data()),
                                static_cast<py::ssize_t>(memory.size()));
       })
       .def_static("anonymous", &Memory::anonymous, py::arg("bytes"), Unlocked())
-      .def_static("shared", &Memory::shared, py::arg("bytes"), Unlocked())
-      .def_static(
-          "attach",
-          [](int fd, size_t bytes, bool copy_on_write) {
-            return Memory::attach(
-                fd, bytes, copy_on_write ? Memory::Access::copy_on_write : Memory::Access::read_write);
-          },
-          py::arg("fd"), py::arg("bytes"), py::arg("copy_on_write") = false, Unlocked())
+      .def_static("shared", &Memory::shared, py::arg("bytes"), py::arg("others"), Unlocked())
+      .def_static("attach", &Memory::attach, py::arg("fd"), py::arg("bytes"), py::arg("access"), Unlocked())
       .def("revert", &Memory::revert, Unlocked())
       .def_property_readonly("fd", &Memory::fd)
       .def_property_readonly("address", [](const Memory& memory) {
@@ -117,9 +116,13 @@ void bind_server(py::module_& m) {
            py::arg("key_dtypes").noconvert(), py::arg("key_groups").noconvert(),
            py::arg("chunk_offsets").noconvert(), py::arg("chunk_bytes").noconvert(),
            py::arg("chunk_keys").noconvert(), py::arg("chunk_cores").noconvert(), py::arg("op"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("server"), py::arg("shared"));
+           py::arg("prescale"), py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("shared_answers"), py::arg("server"), py::arg("shared"));
   py::class_<Table, std::shared_ptr<Table>>(m, "Table")
       .def_property_readonly("arenas", [](const Table& table) { return table.arenas; })
+      .def_property_readonly("answers",
+                             [](const Table& table) {
+                               return std::vector<std::shared_ptr<Memory>>(table.answers, table.answers + 2);
+                             })
       .def_property_readonly("weights", [](const Table& table) {
         return std::vector<std::shared_ptr<Memory>>(table.weights, table.weights + 2);
       });
@@ -197,7 +200,7 @@ void bind_client(py::module_& m) {
           },
           py::arg("core"), py::arg("socket"), py::arg("memory"), py::arg("peer_bell"),
           py::arg("max_payload"), Unlocked())
-      .def("add", &PboxClient::add, py::arg("info"), Unlocked())
+      .def("add", &PboxClient::add, py::arg("info"), py::arg("answers"), Unlocked())
       .def("drop", &PboxClient::drop, py::arg("table"), Unlocked())
       .def(
           "push",

@@ -42,8 +42,10 @@ void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
   lanes_[index] = &added;
 }
 
-void PboxClient::add(TableInfo info) {
+void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers) {
   info.check();
+  if (answers.size() != (info.shared_answers ? 2u : 0u))
+    throw Error(ErrorCode::internal, "[pbox] expected two answer memories of a table that shares them");
   const auto guard = engine_.lock();
   for (const ChunkInfo& chunk : info.chunks)
     if (chunk.core >= lanes_.size() || !lanes_[chunk.core])
@@ -56,6 +58,7 @@ void PboxClient::add(TableInfo info) {
     if (std::find(cores.begin(), cores.end(), chunk.core) == cores.end()) cores.push_back(chunk.core);
   }
   shard->info = std::move(info);
+  shard->answers = std::move(answers);
   by_chunk_[shard->info.first_chunk] = shard.get();
   by_key_[shard->info.first_key] = shard.get();
   tables_[shard->info.id] = std::move(shard);
@@ -135,7 +138,7 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
                         payload ? chunk.bytes : 0};
     target.pending[index] = 1;
     ++state.outstanding;
-    outstanding_[chunk.core] += lanes_[chunk.core]->footprint(chunk.bytes);
+    outstanding_[chunk.core] += answer_bytes(target, *lanes_[chunk.core], index);
     lanes_[chunk.core]->send(header, payload ? state.memory + (chunk.offset - range.offset) : nullptr);
   }
 }
@@ -194,9 +197,22 @@ void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payloa
   Shard* target = by_chunk(header.id);
   if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
   const uint32_t index = header.id - target->info.first_chunk;
+  if (!header.length) copy_answer(*target, index, header);
   target->pending[index] = 0;
-  const ChunkInfo& chunk = target->info.chunks[index];
-  answered(*target, lane, chunk.key, lane.footprint(chunk.bytes));
+  answered(*target, lane, target->info.chunks[index].key, answer_bytes(*target, lane, index));
+}
+
+void PboxClient::copy_answer(Shard& target, uint32_t index, const Header& header) {
+  const ChunkInfo& chunk = target.info.chunks[index];
+  if (!target.pending[index] || !target.info.shared_answers || !(header.flags & flag::in_answer))
+    throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+  const std::byte* answer = target.answers[header.step % 2]->data() + chunk.offset;
+  std::memcpy(target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset), answer,
+              chunk.bytes);
+}
+
+size_t PboxClient::answer_bytes(const Shard& target, const Lane& lane, uint32_t index) const {
+  return lane.footprint(target.info.shared_answers ? 0 : target.info.chunks[index].bytes);
 }
 
 void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes) {

@@ -20,7 +20,8 @@ class PboxClient : public Sink {
   ~PboxClient() override;
 
   void attach(int core, std::unique_ptr<Lane> lane);
-  void add(TableInfo info);  // as registered on the server
+  // A table as registered on the server; with shared_answers, its two answer memories.
+  void add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers);
   void drop(uint32_t table);
 
   // Starts one exchange of a key. `memory` points at the key's first byte; the answer replaces it
@@ -59,6 +60,7 @@ class PboxClient : public Sink {
   };
   struct Shard {
     TableInfo info;
+    std::vector<std::shared_ptr<Memory>> answers;
     std::vector<Key> keys;
     std::vector<uint8_t> pending;  // per chunk: its answer is to come
     uint32_t outstanding = 0;      // keys without their answer
@@ -70,6 +72,8 @@ class PboxClient : public Sink {
   void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
   void send_key(Shard& shard, uint32_t key, uint8_t flags);
   void started(Shard& shard);
+  void copy_answer(Shard& shard, uint32_t index, const Header& header);
+  size_t answer_bytes(const Shard& shard, const Lane& lane, uint32_t index) const;
   void answered(Shard& shard, Lane& lane, uint32_t key, size_t bytes);
   void receive_error(const std::byte* payload, uint32_t length);
   void throw_if_failed() const;

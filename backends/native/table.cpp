@@ -15,6 +15,7 @@ void TableInfo::check() const {
     if (size_t{key.first_chunk} + key.chunks > chunks.size()) refuse("a key's chunks are not there");
     if (server && key.dtype > DType::bf16) refuse("an optimizer needs floating-point keys");
   }
+  if (shared_answers && (arena || server)) refuse("answers are shared where gradients are only reduced");
   for (const ChunkInfo& chunk : chunks) {
     if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
     const KeyInfo& key = keys[chunk.key];
@@ -30,17 +31,18 @@ Table::Table(TableInfo table, int workers) : info(std::move(table)) {
   const bool narrow = std::any_of(keys.begin(), keys.end(), [](auto& k) { return is_16bit(k.dtype); });
   wide = narrow ? 2 : 1;
   if (info.arena)
-    for (int rank = 0; rank < workers; ++rank) arenas.push_back(Memory::shared(info.bytes));
+    for (int rank = 0; rank < workers; ++rank) arenas.push_back(Memory::shared(info.bytes, Memory::Access::read_write));
   if (info.server) {
     momentum = Memory::anonymous(info.bytes * wide);
     if (!info.shared || narrow) master = Memory::anonymous(info.bytes * wide);
   }
   if (info.shared)
-    for (auto& buffer : weights) buffer = Memory::shared(info.bytes);
+    for (auto& buffer : weights) buffer = Memory::shared(info.bytes, Memory::Access::copy_on_write);
   if (info.arena) return;
   if (info.server || narrow) sums = Memory::anonymous(info.bytes * wide);
   if (!info.server || narrow)
-    for (auto& buffer : answers) buffer = Memory::anonymous(info.bytes);
+    for (auto& buffer : answers)
+      buffer = info.shared_answers ? Memory::shared(info.bytes, Memory::Access::read_only) : Memory::anonymous(info.bytes);
 }
 
 }  // namespace phub

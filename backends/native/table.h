@@ -35,7 +35,9 @@ struct TableInfo {
   std::vector<ChunkInfo> chunks;
   ReduceOp op = ReduceOp::sum;
   Scale scale;          // an average has 1/N in here
-  bool arena = false;   // all workers share memory with the server: gradients are read in place
+  // All workers share memory with the server, and so
+  bool arena = false;           // gradients are read, and answered, in place; or
+  bool shared_answers = false;  // workers copy answers from where the core made them
   bool server = false;  // the core runs the optimizer
   bool shared = false;  // workers read the weights where the core writes them
 
@@ -54,7 +56,7 @@ struct Table {
   size_t wide = 1;
   std::vector<std::shared_ptr<Memory>> arenas;  // arena: one per worker
   // Not arena: two answers, used in turn. Nobody pushes exchange t+2 of a chunk before all have
-  // pushed t+1, hence received t: what is overwritten has left.
+  // pushed t+1, hence received t: what is overwritten has left. Memory files if shared_answers.
   std::shared_ptr<Memory> answers[2];
   std::shared_ptr<Memory> sums;      // wide: where contributions are folded, if not in an answer
   std::shared_ptr<Memory> master;    // wide: weights

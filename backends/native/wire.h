@@ -14,8 +14,10 @@
 //   hyper       id = parameter group; payload = HyperWire; holds for all later pushes of this rank
 //   commit, skip, join                       reserved (hold=True, uneven batches)
 // Core -> worker:
-//   result      payload = the chunk's new elements; length 0 with flag arena: the key `id` is
-//               answered, all of its chunks on this core stand in the shared arena
+//   result      payload = the chunk's new elements; or length 0 and
+//               flag in_answer: they stand in the shared answer memory `step mod 2`,
+//               flag arena: the key `id` is answered, all of its chunks on this core stand in
+//               the shared arena
 // Worker -> worker:
 //   open        id = sender's number for an operation; payload = OpenWire + name
 //   posted      id = receiver's number (as in the receiver's open), step = use of the name:
@@ -51,6 +53,7 @@ namespace flag {
 inline constexpr uint8_t no_grad = 1;
 inline constexpr uint8_t init = 2;
 inline constexpr uint8_t arena = 4;
+inline constexpr uint8_t in_answer = 8;
 }  // namespace flag
 
 struct Header {

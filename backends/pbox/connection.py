@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from phub_collective.backends.base import layout
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
@@ -195,14 +196,21 @@ class Connection:
             return protocol.close_all(descriptors)
         try:
             protocol.raise_error(message)
-            ids, arena = TableIds(*message["ids"]), bool(message["arena"])
-            self.client.add(
-                native_table(spec, ids, self.workers, self.cores, len(self._interfaces), arena)
+            ids, local = TableIds(*message["ids"]), bool(message["local"])
+            answers = []
+            if local and not spec.model:
+                size = layout(spec.keys)[1]
+                read_only = self._core.Access.READ_ONLY
+                answers = [self._core.Memory.attach(fd, size, read_only) for fd in descriptors]
+                descriptors = []
+            info = native_table(
+                spec, ids, self.workers, self.cores, len(self._interfaces), local
             )
+            self.client.add(info, answers)
         except PhubError as error:
             protocol.close_all(descriptors)
             return callback(None, error)
-        return callback(RegisteredTable(ids, arena, descriptors), None)
+        return callback(RegisteredTable(ids, local and spec.model, descriptors), None)
 
     def _fail(self, error: PhubError) -> None:
         self.client.fail(to_code(error), getattr(error, "rank", -1), str(error))

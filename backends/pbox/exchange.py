@@ -86,14 +86,15 @@ class PboxExchange(Exchange):
         return result[0]
 
     def _map(self, registered: RegisteredTable, size: int) -> None:
-        memory, descriptors = self._core.Memory, registered.descriptors
+        memory, access = self._core.Memory, self._core.Access
+        descriptors = registered.descriptors
         if registered.arena:
-            self._arena_memory = memory.attach(descriptors[0], size)
+            self._arena_memory = memory.attach(descriptors[0], size, access.READ_WRITE)
         else:
             self._arena_memory = memory.anonymous(size)
         self.arena = np.frombuffer(self._arena_memory, np.uint8)
         self._weight_memories = [
-            memory.attach(fd, size, copy_on_write=True) for fd in descriptors[1:]
+            memory.attach(fd, size, access.COPY_ON_WRITE) for fd in descriptors[1:]
         ]
         self._weights = [np.frombuffer(m, np.uint8) for m in self._weight_memories]
         self.result = self._weights[0] if self._weights else self.arena

@@ -122,9 +122,9 @@ def placement_of(spec: TableSpec, cores: int, interfaces: int) -> Placement:
 
 
 def native_table(
-    spec: TableSpec, ids: TableIds, workers: int, cores: int, interfaces: int, arena: bool
+    spec: TableSpec, ids: TableIds, workers: int, cores: int, interfaces: int, local: bool
 ) -> Any:
-    """The table as a native TableInfo."""
+    """The table as a native TableInfo; `local`: all workers share memory with the server."""
     placed = placement_of(spec, cores, interfaces)
     offsets, size = layout(spec.keys)
     average = spec.op is ReduceOp.AVERAGE
@@ -145,7 +145,8 @@ def native_table(
         prescale=spec.prescale,
         postscale=spec.postscale / workers if average else spec.postscale,
         divisor=workers if average else 1,
-        arena=arena,
+        arena=local and spec.model,
+        shared_answers=local and not spec.model,
         server=spec.server,
         shared=spec.shared,
     )

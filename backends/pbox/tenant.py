@@ -43,6 +43,7 @@ class Registered:
     spec: TableSpec
     ids: TableIds
     table: Any  # native Table
+    local: bool  # all workers share memory with the server
     closed: set[int] = field(default_factory=set)
 
 
@@ -158,14 +159,14 @@ class Tenant:
             raise ConfigError(
                 f"[pbox] chunks of {spec.chunk_bytes} bytes; job {self.name!r} was made for {self.chunk_bytes}"
             )
-        arena = spec.model and self._all_share_memory()
-        if spec.shared and not arena:
+        local = self._all_share_memory()
+        if spec.shared and not local:
             raise ConfigError(
                 "[pbox] shared_model=True needs every worker on the PBox's host with shm lanes; "
                 "use the server optimizer without it"
             )
         ids = self._next
-        info = native_table(spec, ids, self.workers, self._cores, self._interfaces, arena)
+        info = native_table(spec, ids, self.workers, self._cores, self._interfaces, local)
         table = self._native.add_table(self.number, info, self.workers)
         self._next = TableIds(
             ids.id + 1,
@@ -173,7 +174,7 @@ class Tenant:
             ids.first_chunk + max(chunk_count(spec.keys, spec.chunk_bytes), 1),
             ids.first_group + spec.groups,
         )
-        return Registered(spec, ids, table)
+        return Registered(spec, ids, table, local)
 
     def _all_share_memory(self) -> bool:
         lanes = [member.transports for member in self._members.values()]
@@ -182,16 +183,18 @@ class Tenant:
         )
 
     def _answer(self, rank: int, registered: Registered) -> None:
-        arenas, weights = registered.table.arenas, registered.table.weights
-        memories = [*(arenas[rank : rank + 1]), *(w for w in weights if w is not None)]
-        ids = registered.ids
+        table, ids = registered.table, registered.ids
+        memories = [*table.arenas[rank : rank + 1], *table.weights]
+        if registered.local and not registered.spec.model:
+            memories += table.answers
         message = {
             "op": "registered",
             "name": registered.spec.name,
             "ids": [ids.id, ids.first_key, ids.first_chunk, ids.first_group],
-            "arena": bool(arenas),
+            "local": registered.local,
         }
-        self._members[rank].send(message, tuple(memory.fd for memory in memories))
+        shared = tuple(memory.fd for memory in memories if memory is not None)
+        self._members[rank].send(message, shared)
 
     def _refuse(self, name: str, ranks: Any, error: PhubError) -> None:
         message = {"op": "registered", "name": name, **protocol.error_message(error)}
