@@ -63,17 +63,21 @@ class PBoxServer:
         self._jobs: dict[str, Tenant] = {}
         self._next_job = 1
         self._closing = threading.Event()
+        self._serving: dict[threading.Thread, socket.socket] = {}
         # Abstract: no file, and visible only to workers in the same network namespace.
         self._unix_name = f"phub-{secrets.token_hex(8)}"
         self._listeners = [self._listen(address) for address in options.interfaces]
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind("\0" + self._unix_name)
         self._unix.listen(128)
-        for listener in [*self._listeners, self._unix]:
-            self._thread(self._accept, listener)
-        # Joined by `close`: a thread inside the native core must not outlive the interpreter.
-        self._watcher = threading.Thread(target=self._watch)
-        self._watcher.start()
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(listener,), daemon=True)
+            for listener in [*self._listeners, self._unix]
+        ]
+        # These threads call the native core, so `close` joins them before the interpreter ends.
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        for thread in [*self._acceptors, self._watcher]:
+            thread.start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -95,9 +99,6 @@ class PBoxServer:
         listener.listen(128)
         return listener
 
-    def _thread(self, target: Any, *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
-
     def close(self) -> None:
         """End all jobs with an error, close all sockets. Idempotent."""
         if self._closing.is_set():
@@ -112,7 +113,14 @@ class PBoxServer:
         for job in jobs:
             job.fail(from_code(4, "[pbox] the server was stopped"))
         self._native.close_events()
-        self._watcher.join()
+        for thread in [*self._acceptors, self._watcher]:
+            thread.join()
+        with self._lock:
+            serving = dict(self._serving)
+        for thread, connection in serving.items():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(HANDSHAKE_SECONDS)
 
     def jobs(self) -> list[str]:
         """Names of the jobs that have not ended."""
@@ -127,7 +135,10 @@ class PBoxServer:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            self._thread(self._serve, connection)
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            with self._lock:
+                self._serving[thread] = connection
+            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         """One connection, from its first message to its end; whatever it sends, only it suffers."""
@@ -150,6 +161,8 @@ class PBoxServer:
                 protocol.send(connection, protocol.error_message(error))
         finally:
             connection.close()
+            with self._lock:
+                del self._serving[threading.current_thread()]
 
     def _where(self, connection: socket.socket, message: protocol.Message) -> None:
         """Tell the abstract Unix socket: who can connect to it shares this host's memory."""
