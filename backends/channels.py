@@ -4,7 +4,7 @@ A channel is such a library's communicator: all ranks start operations on it in 
 may be submitted in any order, so an operation is announced and started when all ranks have
 announced it, in the agreed order, on the shared channel. From its second use on a name has a
 channel of its own, on which the n-th use meets the n-th use without any announcement: in the steady
-state of training nothing is added to the library's own cost.
+state of training nothing is added to the library's own cost. (Broadcasts are always announced.)
 
 A rank whose n-th use differs from what its channel was made for announces that, and those who
 have started the n-th use announce theirs, so that both sides are named. All ranks may also differ
@@ -276,6 +276,10 @@ class ChannelBackend(Backend):
     def _channel_for(self, start: Start) -> Channel:
         """Chosen from what is equal on all ranks: the decisions so far."""
         with self.lock:
+            if start.description.startswith(Kind.BROADCAST.value):
+                # It may end on one rank before another has begun, too early to find a mismatch.
+                self._named.pop(start.name, None)
+                return self._shared
             named = self._named.get(start.name)
             if named is not None:
                 named.description, named.agree_at = start.description, None

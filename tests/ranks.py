@@ -48,7 +48,7 @@ class ThreadRanks:
         while (task := tasks.get()) is not None:
             task()
 
-    def run(self, fn: Callable[..., Result], *args: Any, timeout: float = 60.0) -> list[Result]:
+    def run(self, fn: Callable[..., Result], *args: Any, limit: float = 60.0) -> list[Result]:
         """The results of ``fn(context, *args)`` by rank.
 
         Raises:
@@ -67,12 +67,12 @@ class ThreadRanks:
         for rank, tasks in enumerate(self._tasks):
             tasks.put(partial(task, rank))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + limit
         while len(results) < self.size:
             try:
                 rank, result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise _too_late(self.size, results, timeout) from None
+                raise _too_late(self.size, results, limit) from None
             if error is not None:
                 error.add_note(f"raised on rank {rank} of {self.size}")
                 raise error
@@ -97,18 +97,18 @@ class ThreadRanks:
 
 
 def run_threads(
-    size: int, fn: Callable[..., Result], *args: Any, timeout: float = 60.0, **settings: Any
+    size: int, fn: Callable[..., Result], *args: Any, limit: float = 60.0, **settings: Any
 ) -> list[Result]:
     """One call of ``fn(context, *args)`` on each of `size` threads; see `ThreadRanks.run`."""
     with ThreadRanks(size, **settings) as ranks:
-        return ranks.run(fn, *args, timeout=timeout)
+        return ranks.run(fn, *args, limit=limit)
 
 
 def run_processes(
     size: int,
     fn: Callable[..., Result],
     *args: Any,
-    timeout: float = 60.0,
+    limit: float = 60.0,
     dying: Collection[int] = (),
     **settings: Any,
 ) -> list[Result | None]:
@@ -116,7 +116,9 @@ def run_processes(
 
     Args:
         fn: a function of a module that a new process can import.
+        limit: seconds for all of it.
         dying: ranks that are expected to die; their result is None.
+        settings: of `Config`.
 
     Raises:
         RuntimeError: a rank failed (its traceback is in the text), died, or did not die.
@@ -135,7 +137,7 @@ def run_processes(
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
-        return _gather(pipes, timeout, dying)
+        return _gather(pipes, limit, dying)
     finally:
         for process in processes:
             process.kill()
@@ -143,14 +145,14 @@ def run_processes(
         server.close()
 
 
-def _gather(pipes: dict[Connection, int], timeout: float, dying: Collection[int]) -> list[Any]:
+def _gather(pipes: dict[Connection, int], limit: float, dying: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + limit
     while len(results) < len(pipes):
         pending = [pipe for pipe, rank in pipes.items() if rank not in results]
         ready = wait(pending, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise _too_late(len(pipes), results, timeout)
+            raise _too_late(len(pipes), results, limit)
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes[pipe]
@@ -187,6 +189,6 @@ def _child(
         pipe.send((None, traceback.format_exc()))
 
 
-def _too_late(size: int, results: dict[int, Any], timeout: float) -> TimeoutError:
+def _too_late(size: int, results: dict[int, Any], limit: float) -> TimeoutError:
     missing = sorted(set(range(size)) - results.keys())
-    return TimeoutError(f"ranks {missing} of {size} did not return within {timeout:g} s")
+    return TimeoutError(f"ranks {missing} of {size} did not return within {limit:g} s")
