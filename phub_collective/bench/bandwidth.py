@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +13,34 @@ import numpy as np
 from phub_collective.bench.gate import Gate
 
 COPY_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
-REPEATS = 7
+COPIES = 8  # in one timing, so that the ranks overlap although they do not start as one
+REPEATS = 5
 
 
-def copy_seconds(gate: Gate, rank: int) -> float:
-    """Copy COPY_BYTES on the first ranks, one per core, all at once; this rank's fastest copy in
-    seconds, 0.0 for a rank that only waited. Collective."""
+def copy_seconds(gate: Gate, rank: int) -> list[float]:
+    """Copy on the first ranks, one per core, all at once. Seconds that this rank took for COPIES
+    copies, one entry per repeat; no entry for a rank that only waited. Collective."""
     copies = rank < (os.cpu_count() or 1)
     count = COPY_BYTES // 8 if copies else 0
     source, target = np.ones(count), np.ones(count)
-    best = 0.0
+    seconds = []
     for _ in range(REPEATS):
         gate.start()
         begin = time.perf_counter()
-        np.copyto(target, source)
-        took = time.perf_counter() - begin
-        if copies:
-            best = took if best == 0.0 else min(best, took)
+        for _ in range(COPIES):
+            np.copyto(target, source)
+        seconds.append(time.perf_counter() - begin)
         gate.pause()
-    return best
+    return seconds if copies else []
 
 
-def bandwidth(seconds: list[float]) -> float:
-    """Bytes per second, reads and writes counted, that the ranks' copies moved together."""
-    return sum(2 * COPY_BYTES / one for one in seconds if one > 0)
+def bandwidth(ranks: Sequence[Sequence[float]]) -> float:
+    """Bytes per second, reads and writes counted, that all ranks' copies moved together in the
+    best repeat; a repeat takes as long as its slowest rank."""
+    copying = [seconds for seconds in ranks if seconds]
+    moved = 2 * COPY_BYTES * COPIES * len(copying)
+    best: float = min(max(repeat) for repeat in zip(*copying, strict=True))
+    return moved / best
 
 
 def last_level_cache() -> int:

@@ -60,7 +60,7 @@ def launcher(plan: Plan) -> list[str]:
     count = str(plan.workers)
     if "mpi" in plan.backends:
         return [find_mpirun(), "-n", count]
-    return [sys.executable, "-m", "phub_collective.launch", "-np", count]
+    return [sys.executable, "-m", "phub_collective.launch.cli", "-np", count]
 
 
 def command(plan: Plan, folder: Path, reno: bool) -> list[str]:

@@ -16,7 +16,7 @@ from phub_collective import backends
 from phub_collective.backends.base import DType
 from phub_collective.bench import driver, hugepages, report
 from phub_collective.bench.plan import MODES, Plan, parse_bytes
-from phub_collective.errors import ConfigError, PhubError
+from phub_collective.errors import ConfigError
 
 DTYPES = [dtype.name.lower() for dtype in DType if dtype is not DType.BOOL]
 
@@ -108,12 +108,13 @@ def run(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """0; 1 when a number was wrong or a backend failed; 2 for a wrong flag."""
-    try:
-        results = run(plan_of(args), args)
-    except PhubError as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    """1 when a number was wrong, else 0.
+
+    Raises:
+        ConfigError: a flag is wrong.
+        PhubError: a backend failed; the message names it, the rank and what it did.
+    """
+    results = run(plan_of(args), args)
     rows = results["rows"]
     print(*report.header_lines(results["header"], {row["mode"] for row in rows}), sep="\n")
     print(*report.row_lines(rows), sep="\n", flush=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phub_collective.bench.gate import Gate
-from phub_collective.bench.memory import PeakMeter, held
+from phub_collective.bench.memory import PeakMeter, held, settle
 from phub_collective.bench.subjects import Subject
 from phub_collective.errors import PhubError
 from phub_collective.rendezvous import Rendezvous
@@ -53,6 +53,7 @@ class Stopwatch:
         """Open and warm every subject up, one after the other, with an eye on the memory."""
         for subject, record in zip(self._subjects, self.records, strict=True):
             server = getattr(subject.backend, "server_pid", None) if subject.rank == 0 else None
+            settle()
             self._gate.pause()
             with PeakMeter([os.getpid(), *([server] if server else [])]) as meter:
                 with self._named(subject, "opening"):

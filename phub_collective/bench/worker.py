@@ -67,8 +67,8 @@ class Runner:
 
     def _copy_bandwidth(self) -> float:
         mine = copy_seconds(self._gate, self._context.rank)
-        gathered = self._context.rendezvous.all_gather("bench/copy", str(mine).encode())
-        return bandwidth([float(one) for one in gathered])
+        gathered = self._context.rendezvous.all_gather("bench/copy", json.dumps(mine).encode())
+        return bandwidth([json.loads(one) for one in gathered])
 
     def _judge(self, row: dict[str, Any], copying: float) -> dict[str, Any]:
         """The lane that carried a row, and its floor."""

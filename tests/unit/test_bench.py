@@ -313,6 +313,10 @@ class TestFloor:
         assert least("shared-model", "shm", 4, 100) == 800
         assert least("allreduce", "tcp", 4, 100) == 2400
 
+    def test_the_slowest_rank_of_the_best_repeat_counts(self) -> None:
+        moved = 2 * 2 * bandwidth.COPY_BYTES * bandwidth.COPIES
+        assert bandwidth.bandwidth([[1.0, 3.0], [5.0, 4.0], []]) == moved / 4.0
+
     def test_there_is_none_within_the_cache(self) -> None:
         cache = bandwidth.last_level_cache()
         assert bandwidth.floor_seconds("allreduce", "shm", 2, cache // 2, 1e9) is None
