@@ -98,7 +98,8 @@ def config_main(args: argparse.Namespace) -> int:
     for field in dataclasses.fields(Config):
         value, variable = getattr(config, field.name), field.metadata["variable"]
         origin = "set" if os.environ.get(variable) else "default"
-        print(f"{variable}={value}  ({origin}; default {field.default!r})")
+        shown = "(not shown)" if field.name == "token" and value else value
+        print(f"{variable}={shown}  ({origin}; default {field.default!r})")
         print(f"    {field.metadata['meaning']}")
     print("\nSet by phubrun for each worker:")
     for variable, meaning in LAUNCH_VARIABLES.items():

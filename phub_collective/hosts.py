@@ -23,7 +23,7 @@ def host_hint() -> str:
     """What processes of one host have in common; saves trying those that differ in it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{boot} {os.readlink('/proc/thread-self/ns/net')}"
     except OSError:
         return socket.gethostname()
 

@@ -75,7 +75,12 @@ def follow(
     told = json.loads(notice)
     addresses = [(host, told["port"]) for host in told["hosts"]]
     secret = bytes.fromhex(told["secret"])
-    return StoreRendezvous(addresses, secret, rank, size, waits.usual, waits.start, server)
+    try:
+        return StoreRendezvous(addresses, secret, rank, size, waits.usual, waits.start, server)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
 
 
 def through_mpi(rank: int, size: int, waits: Waits) -> StoreRendezvous:
