@@ -67,7 +67,7 @@ def extensions() -> list[Pybind11Extension]:
     return [
         Pybind11Extension(
             "phub_collective.backends.native._core",
-            sources=sorted(glob(f"{NATIVE}/*.cpp")),
+            sources=sorted(glob(f"{NATIVE}/*.cpp") + glob("kernels/*.cpp")),
             depends=headers(),
             include_dirs=[".", NATIVE],
             extra_compile_args=flags,
