@@ -94,7 +94,7 @@ const std::byte* JobShard::optimized_answer(TableShard& shard, uint32_t index) {
     const SgdParams params = sgd_params(agreed_hyper(key.group));
     const StepArrays arrays{weights, weights, wide_at(table, table.momentum, chunk), nullptr, 0};
     sgd(key.dtype, params, arrays, sum, count, table.info.scale, !state.has_momentum);
-    state.has_momentum = params.momentum != 0.0;
+    state.has_momentum |= params.momentum != 0.0;
   }
   if (!is_16bit(key.dtype)) return weights;
   std::byte* answer = narrow_at(table.answers[state.arrivals.step % 2], chunk);
@@ -114,7 +114,8 @@ void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
   next_exchange(arrivals);
   ++answered_;
   for (Lane* lane : lanes_)
-    if (lane) lane->send(header, header.length ? answer : nullptr);
+    if (lane) lane->send(header, header.length ? answer : nullptr, &shard.unsent);
+  for (int rank = 0; rank < workers; ++rank) check_reading(rank);
 }
 
 void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {
@@ -125,6 +126,7 @@ void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {
   std::vector<std::byte> weights(chunk.bytes);
   copy_from_master(table, chunk, weights.data());
   lanes_[static_cast<size_t>(rank)]->send_copy(header, weights.data());
+  check_reading(rank);
 }
 
 // --- in place: gradients are read where the workers wrote them ---
@@ -190,7 +192,7 @@ void JobShard::optimize_in_place(TableShard& shard, const KeyState& key, uint32_
     const StepArrays arrays{own_master ? master : current, own_master ? master : next,
                             wide_at(table, table.momentum, chunk), outs.data(), n_out};
     reduce_sgd(range.dtype, params, arrays, ins.data(), n, count, table.info.scale, !state.has_momentum);
-    state.has_momentum = params.momentum != 0.0;
+    state.has_momentum |= params.momentum != 0.0;
   }
 }
 
@@ -202,6 +204,7 @@ void JobShard::finish_key(const Place& place) {
   next_exchange(key.arrivals);
   for (Lane* lane : lanes_)
     if (lane) lane->send(header, nullptr);
+  for (int rank = 0; rank < workers; ++rank) check_reading(rank);
 }
 
 bool JobShard::work(int chunks) {

@@ -47,16 +47,17 @@ class Core::LaneSink : public Sink {
       if (!job_.failed()) job_.leave(rank_);
     } catch (const Error& error) {
       core_.fail_job(job_, error);
-      if (error.code == ErrorCode::protocol) throw;
+    } catch (const std::exception& error) {  // out of memory, say: the end of this job only
+      core_.fail_job(job_, Error(ErrorCode::internal, std::string("[pbox] ") + error.what()));
     }
   }
 
   void closed(Lane& lane, const Error& why) override {
     job_.detach(lane);
     if (said_bye_ || job_.failed()) return;
-    if (why.code != ErrorCode::peer_lost) return core_.fail_job(job_, why);
-    const std::string text = "[pbox] rank " + std::to_string(rank_) + " was lost: " + why.what();
-    core_.fail_job(job_, Error(ErrorCode::peer_lost, text, rank_));
+    const char* what = why.code == ErrorCode::peer_lost ? " was lost: " : " broke its lane: ";
+    const std::string text = "[pbox] rank " + std::to_string(rank_) + what + why.what();
+    core_.fail_job(job_, Error(why.code, text, rank_));
   }
 
  private:
@@ -115,8 +116,8 @@ void Core::attach(uint32_t job_id, int rank, std::unique_ptr<Lane> lane) {
   entry->lane->peer = rank;
   entry->lane->owner = &owner;
   entry->sink = std::make_unique<LaneSink>(*this, owner, rank);
+  poller_.add(*entry->lane);  // first: the job must not keep a lane that could not be added
   owner.attach(rank, *entry->lane);
-  poller_.add(*entry->lane);
   lanes_.push_back(std::move(entry));
 }
 
@@ -172,6 +173,8 @@ bool Core::work() {
       busy |= job->work(kWorkSlice);
     } catch (const Error& error) {
       fail_job(*job, error);
+    } catch (const std::exception& error) {
+      fail_job(*job, Error(ErrorCode::internal, std::string("[pbox] ") + error.what()));
     }
   }
   return busy;

@@ -7,7 +7,7 @@
 namespace phub {
 namespace {
 
-constexpr size_t kMaxGroups = 1 << 16;
+constexpr size_t kMaxQueued = 256;  // frames in a lane, beside those of its chunks
 
 [[noreturn]] void refuse(int rank, const std::string& what) {
   throw Error(ErrorCode::protocol, "[pbox] rank " + std::to_string(rank) + " sent " + what, rank);
@@ -26,7 +26,13 @@ std::string describe(const HyperWire& hyper) {
 JobShard::JobShard(uint32_t id, int workers, int core)
     : id(id), workers(workers), core_(core), lanes_(static_cast<size_t>(workers)) {}
 
-void JobShard::attach(int rank, Lane& lane) { lanes_.at(static_cast<size_t>(rank)) = &lane; }
+void JobShard::attach(int rank, Lane& lane) {
+  Lane*& place = lanes_.at(static_cast<size_t>(rank));
+  if (place)
+    throw Error(ErrorCode::config, "[pbox] rank " + std::to_string(rank) + " has a lane to core " +
+                                       std::to_string(core_) + " already");
+  place = &lane;
+}
 
 void JobShard::detach(Lane& lane) {
   std::replace(lanes_.begin(), lanes_.end(), &lane, static_cast<Lane*>(nullptr));
@@ -52,15 +58,28 @@ void JobShard::add(std::shared_ptr<Table> table) {
   shard->chunks.resize(info.chunks.size());
   for (uint32_t index = 0; index < info.chunks.size(); ++index)
     if (info.chunks[index].core == core_) shard->keys[info.chunks[index].key].chunks.push_back(index);
+  chunks_ += info.chunks.size();
+  if (info.server)
+    for (const KeyInfo& key : info.keys) hyper_[key.group].resize(static_cast<size_t>(workers));
   shard->table = std::move(table);
   by_key_[info.first_key] = shard.get();
   tables_[info.first_chunk] = std::move(shard);
 }
 
 void JobShard::drop(uint32_t table_id) {
-  std::erase_if(ready_, [&](Place& place) { return place.shard->table->info.id == table_id; });
-  std::erase_if(by_key_, [&](auto& item) { return item.second->table->info.id == table_id; });
-  std::erase_if(tables_, [&](auto& item) { return item.second->table->info.id == table_id; });
+  const auto found = std::find_if(tables_.begin(), tables_.end(),
+                                  [&](auto& item) { return item.second->table->info.id == table_id; });
+  if (found == tables_.end()) return;
+  std::unique_ptr<TableShard> shard = std::move(found->second);
+  const TableInfo& info = shard->table->info;
+  std::erase_if(ready_, [&](const Place& place) { return place.shard == shard.get(); });
+  by_key_.erase(info.first_key);
+  tables_.erase(found);
+  chunks_ -= info.chunks.size();
+  if (info.server)
+    for (const KeyInfo& key : info.keys) hyper_.erase(key.group);
+  std::erase_if(retired_, [](const auto& other) { return other->unsent == 0; });
+  if (shard->unsent > 0) retired_.push_back(std::move(shard));
 }
 
 JobShard::Place JobShard::key_at(uint32_t id) {
@@ -90,6 +109,8 @@ void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
     case FrameKind::push_key: return push_key(rank, header);
     case FrameKind::pull: return pull(rank, header);
     case FrameKind::hyper: return set_hyper(rank, header, payload);
+    // A worker that ends because of an error says so, and the others learn the cause.
+    case FrameKind::error: throw unpack_error(payload, header.length);
     default: refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
                               ", which a core does not take");
   }
@@ -116,6 +137,15 @@ Arrivals& JobShard::arrive(Arrivals& arrivals, int rank, const Header& header, c
   return arrivals;
 }
 
+bool JobShard::complete(const Arrivals& arrivals) const {
+  if (arrivals.arrived.count() != static_cast<size_t>(workers)) return false;
+  if (arrivals.init && arrivals.with_gradient.none())
+    throw Error(ErrorCode::mismatch,
+                "[pbox] expected initial weights from the root, but no rank sent any: "
+                "all ranks must name the same root");
+  return true;
+}
+
 void JobShard::push(int rank, const Header& header, const std::byte* payload) {
   const Place place = chunk_at(header.id);
   if (!place.shard) refuse(rank, "unknown chunk " + std::to_string(header.id));
@@ -129,7 +159,7 @@ void JobShard::push(int rank, const Header& header, const std::byte* payload) {
                      " bytes, expected " + std::to_string(expected));
   Arrivals& arrivals = arrive(place.shard->chunks[place.index].arrivals, rank, header, "chunk");
   if (expected) fold(*place.shard, place.index, payload);
-  if (arrivals.arrived.count() == static_cast<size_t>(workers)) answer_chunk(*place.shard, place.index);
+  if (complete(arrivals)) answer_chunk(*place.shard, place.index);
 }
 
 void JobShard::push_key(int rank, const Header& header) {
@@ -139,7 +169,7 @@ void JobShard::push_key(int rank, const Header& header) {
   if (!place.shard->table->info.arena || header.length || key.chunks.empty())
     refuse(rank, "key " + std::to_string(header.id) + " as if this core read it in place");
   const Arrivals& arrivals = arrive(key.arrivals, rank, header, "key");
-  if (arrivals.arrived.count() == static_cast<size_t>(workers)) ready_.push_back(place);
+  if (complete(arrivals)) ready_.push_back(place);
 }
 
 void JobShard::pull(int rank, const Header& header) {
@@ -153,21 +183,23 @@ void JobShard::pull(int rank, const Header& header) {
 }
 
 void JobShard::set_hyper(int rank, const Header& header, const std::byte* payload) {
-  if (header.length != sizeof(HyperWire) || header.id >= kMaxGroups)
+  const auto group = hyper_.find(header.id);
+  if (header.length != sizeof(HyperWire) || group == hyper_.end())
     refuse(rank, "hyperparameters of " + std::to_string(header.length) + " bytes for group " +
-                     std::to_string(header.id));
-  if (header.id >= hyper_.size()) hyper_.resize(header.id + 1);
-  auto& group = hyper_[header.id];
-  group.resize(static_cast<size_t>(workers));
+                     std::to_string(header.id) + ", which is of no key");
   HyperWire values;
   std::memcpy(&values, payload, sizeof values);
-  group[static_cast<size_t>(rank)] = values;
+  group->second[static_cast<size_t>(rank)] = values;
+}
+
+void JobShard::check_reading(int rank) const {
+  // Whoever reads its lane has at most one answer to come for each chunk.
+  const Lane* lane = lanes_[static_cast<size_t>(rank)];
+  if (lane && lane->queued() > kMaxQueued + 2 * chunks_) refuse(rank, "more and more, and does not read its answers");
 }
 
 const HyperWire& JobShard::agreed_hyper(uint32_t group) const {
-  if (group >= hyper_.size())
-    throw Error(ErrorCode::mismatch, "[pbox] no rank has set hyperparameters of group " + std::to_string(group));
-  const auto& values = hyper_[group];
+  const auto& values = hyper_.at(group);
   for (int rank = 0; rank < workers; ++rank) {
     const auto& mine = values[static_cast<size_t>(rank)];
     if (!mine)
@@ -186,11 +218,7 @@ void JobShard::fail(const Error& error) {
   if (failed_) return;
   failed_ = error;
   ready_.clear();
-  const std::string text = error.what();
-  std::vector<std::byte> payload(sizeof(ErrorWire) + text.size());
-  const ErrorWire head{static_cast<int32_t>(error.code), error.rank};
-  std::memcpy(payload.data(), &head, sizeof head);
-  std::memcpy(payload.data() + sizeof head, text.data(), text.size());
+  const std::vector<std::byte> payload = pack_error(error);
   const Header header{FrameKind::error, 0, 0, 0, 0, static_cast<uint32_t>(payload.size())};
   for (Lane* lane : lanes_)
     if (lane && !lane->is_closed()) lane->send_copy(header, payload.data());

@@ -40,6 +40,7 @@ struct KeyState {
 
 struct TableShard {
   std::shared_ptr<Table> table;
+  size_t unsent = 0;               // answers that lanes have queued from the table's memory
   std::vector<KeyState> keys;      // one per key of the table
   std::vector<ChunkState> chunks;  // one per chunk of the table; only this core's are used
 };
@@ -87,11 +88,13 @@ class JobShard {
   Place key_at(uint32_t id);
   Place chunk_at(uint32_t id);
   Arrivals& arrive(Arrivals& arrivals, int rank, const Header& header, const char* what);
+  bool complete(const Arrivals& arrivals) const;  // throws when nobody sent the initial weights
   [[noreturn]] void refuse_absent(int rank) const;
   void push(int rank, const Header& header, const std::byte* payload);
   void push_key(int rank, const Header& header);
   void pull(int rank, const Header& header);
   void set_hyper(int rank, const Header& header, const std::byte* payload);
+  void check_reading(int rank) const;  // throws when it lets its answers pile up
   const HyperWire& agreed_hyper(uint32_t group) const;
 
   // answer.cpp: the arithmetic of a chunk, from first arrival to answer
@@ -108,7 +111,9 @@ class JobShard {
   std::vector<Lane*> lanes_;  // by rank
   std::map<uint32_t, std::unique_ptr<TableShard>> tables_;  // by first chunk id
   std::map<uint32_t, TableShard*> by_key_;                  // by first key id
-  std::vector<std::vector<std::optional<HyperWire>>> hyper_;  // [group][rank]
+  std::vector<std::unique_ptr<TableShard>> retired_;  // dropped, but with answers still to leave
+  size_t chunks_ = 0;                                 // of tables that are not dropped
+  std::map<uint32_t, std::vector<std::optional<HyperWire>>> hyper_;  // [group of a table][rank]
   std::deque<Place> ready_;  // complete keys, in the order of completion
   RankSet left_;
   std::optional<Error> failed_;

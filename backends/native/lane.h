@@ -37,6 +37,13 @@ struct LaneCounters {
   uint64_t bytes_sent = 0;      // payload and headers that left this end
   uint64_t bytes_received = 0;
   uint64_t wakeups = 0;         // doorbells rung for the other end
+
+  LaneCounters& operator+=(const LaneCounters& other) {
+    bytes_sent += other.bytes_sent;
+    bytes_received += other.bytes_received;
+    wakeups += other.wakeups;
+    return *this;
+  }
 };
 
 class Lane {
@@ -74,6 +81,7 @@ class Lane {
   virtual const char* transport() const = 0;  // "shm" | "tcp"
 
   bool idle() const { return queue_.empty(); }  // no frame is queued for sending
+  size_t queued() const { return queue_.size(); }  // frames
   bool is_closed() const { return closed_; }
   // Drops what is queued, ends the connection and tells the sink; no effect when closed already.
   void close(const Error& why, Sink& sink);

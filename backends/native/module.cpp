@@ -234,7 +234,7 @@ void bind_client(py::module_& m) {
             client.fail(Error(static_cast<ErrorCode>(code), text, rank));
           },
           py::arg("code"), py::arg("rank"), py::arg("text"), Unlocked())
-      .def("bye", &PboxClient::bye, Unlocked())
+      .def("close", &PboxClient::close, Unlocked())
       .def("pushed_bytes", &PboxClient::pushed_bytes, Unlocked())
       .def("counters", &PboxClient::counters, Unlocked());
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 namespace phub {
 namespace {
@@ -25,9 +26,16 @@ PboxClient::PboxClient(Engine& engine, int rank) : engine_(engine), rank_(rank) 
 
 PboxClient::~PboxClient() {
   const auto guard = engine_.lock();
-  if (driven_) engine_.async_end();
-  for (Lane* lane : lanes_)
-    if (lane) engine_.remove(*lane);
+  remove_lanes();
+}
+
+void PboxClient::remove_lanes() {
+  if (std::exchange(driven_, false)) engine_.async_end();
+  for (Lane*& lane : lanes_) {
+    if (!lane) continue;
+    past_ += lane->counters;
+    engine_.remove(*std::exchange(lane, nullptr));
+  }
 }
 
 void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
@@ -47,6 +55,7 @@ void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answer
   if (answers.size() != (info.shared_answers ? 2u : 0u))
     throw Error(ErrorCode::internal, "[pbox] expected two answer memories of a table that shares them");
   const auto guard = engine_.lock();
+  throw_if_failed();
   for (const ChunkInfo& chunk : info.chunks)
     if (chunk.core >= lanes_.size() || !lanes_[chunk.core])
       throw Error(ErrorCode::internal, "[pbox] no lane to core " + std::to_string(chunk.core));
@@ -68,16 +77,20 @@ void PboxClient::drop(uint32_t table) {
   const auto guard = engine_.lock();
   const auto found = tables_.find(table);
   if (found == tables_.end()) return;
-  Shard& gone = *found->second;
-  outstanding_keys_ -= gone.outstanding;
+  found->second->dropped = true;
+  if (!found->second->outstanding) forget(*found->second);
+}
+
+void PboxClient::forget(Shard& gone) {
+  const uint32_t id = gone.info.id;
   by_chunk_.erase(gone.info.first_chunk);
   by_key_.erase(gone.info.first_key);
-  tables_.erase(found);
+  tables_.erase(id);
 }
 
 PboxClient::Shard& PboxClient::shard(uint32_t table) {
   const auto found = tables_.find(table);
-  if (found == tables_.end())
+  if (found == tables_.end() || found->second->dropped)
     throw Error(ErrorCode::config, "[pbox] table " + std::to_string(table) + " was closed");
   return *found->second;
 }
@@ -170,7 +183,8 @@ void PboxClient::set_hyper(uint32_t group, const HyperWire& hyper) {
   const auto guard = engine_.lock();
   throw_if_failed();
   const Header header{FrameKind::hyper, 0, static_cast<uint16_t>(rank_), group, 0, sizeof hyper};
-  for (Lane* lane : lanes_) lane->send_copy(header, &hyper);
+  for (Lane* lane : lanes_)
+    if (lane) lane->send_copy(header, &hyper);
   engine_.kick();
 }
 
@@ -182,11 +196,15 @@ std::byte* PboxClient::destination(Lane&, const Header& header) {
   const ChunkInfo& chunk = target->info.chunks[index];
   if (!target->pending[index] || header.length != chunk.bytes)
     throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+  if (target->dropped) return nullptr;
   return target->keys[chunk.key].memory + (chunk.offset - target->info.keys[chunk.key].offset);
 }
 
 void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payload) {
-  if (header.kind == FrameKind::error) return receive_error(payload, header.length);
+  if (header.kind == FrameKind::error) {
+    if (!failed_) failed_ = unpack_error(payload, header.length);
+    return engine_.completed();
+  }
   if (header.kind == FrameKind::bye) return;
   if (header.kind != FrameKind::result) throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
   if (header.flags & flag::arena) {
@@ -206,6 +224,7 @@ void PboxClient::copy_answer(Shard& target, uint32_t index, const Header& header
   const ChunkInfo& chunk = target.info.chunks[index];
   if (!target.pending[index] || !target.info.shared_answers || !(header.flags & flag::in_answer))
     throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+  if (target.dropped) return;
   const std::byte* answer = target.answers[header.step % 2]->data() + chunk.offset;
   std::memcpy(target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset), answer,
               chunk.bytes);
@@ -221,22 +240,12 @@ void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes)
   outstanding_[reinterpret_cast<size_t>(lane.owner)] -= bytes;
   if (--state.outstanding) return;
   if (!state.pulling) ++state.step;
-  --target.outstanding;
+  if (--target.outstanding == 0 && target.dropped) forget(target);
   engine_.completed();
   if (--outstanding_keys_ == 0 && driven_) {
     driven_ = false;
     engine_.async_end();
   }
-}
-
-void PboxClient::receive_error(const std::byte* payload, uint32_t length) {
-  ErrorWire head{};
-  if (length < sizeof head) throw Error(ErrorCode::protocol, "[pbox] a short error frame");
-  std::memcpy(&head, payload, sizeof head);
-  const auto* text = reinterpret_cast<const char*>(payload + sizeof head);
-  if (!failed_)
-    failed_ = Error(static_cast<ErrorCode>(head.code), std::string(text, length - sizeof head), head.rank);
-  engine_.completed();
 }
 
 void PboxClient::closed(Lane&, const Error& why) {
@@ -252,12 +261,22 @@ void PboxClient::fail(const Error& error) {
   engine_.progress_once();
 }
 
-void PboxClient::bye() {
+void PboxClient::close() {
   const auto guard = engine_.lock();
   closing_ = true;
-  const Header header{FrameKind::bye, 0, static_cast<uint16_t>(rank_), 0, 0, 0};
+  Header header{FrameKind::bye, 0, static_cast<uint16_t>(rank_), 0, 0, 0};
+  std::vector<std::byte> cause;
+  if (failed_) {
+    header.kind = FrameKind::error;
+    cause = pack_error(*failed_);
+    header.length = static_cast<uint32_t>(cause.size());
+  }
   for (Lane* lane : lanes_)
-    if (lane && !lane->is_closed()) lane->send(header, nullptr);
+    if (lane && !lane->is_closed()) lane->send_copy(header, cause.data());
+  engine_.progress_once();
+  remove_lanes();
+  if (!failed_) failed_ = Error(ErrorCode::config, "[pbox] rank " + std::to_string(rank_) + " has left the job");
+  engine_.completed();
   engine_.progress_once();
 }
 
@@ -301,13 +320,9 @@ uint64_t PboxClient::pushed_bytes() {
 
 LaneCounters PboxClient::counters() {
   const auto guard = engine_.lock();
-  LaneCounters sum;
-  for (Lane* lane : lanes_) {
-    if (!lane) continue;
-    sum.bytes_sent += lane->counters.bytes_sent;
-    sum.bytes_received += lane->counters.bytes_received;
-    sum.wakeups += lane->counters.wakeups;
-  }
+  LaneCounters sum = past_;
+  for (const Lane* lane : lanes_)
+    if (lane) sum += lane->counters;
   return sum;
 }
 

@@ -22,6 +22,8 @@ class PboxClient : public Sink {
   void attach(int core, std::unique_ptr<Lane> lane);
   // A table as registered on the server; with shared_answers, its two answer memories.
   void add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers);
+  // Later calls with this table throw. Answers that are still to come are thrown away, but what was
+  // pushed must stay valid until `close`, since it may not have left.
   void drop(uint32_t table);
 
   // Starts one exchange of a key. `memory` points at the key's first byte; the answer replaces it
@@ -42,7 +44,9 @@ class PboxClient : public Sink {
 
   // Ends the job for this worker: later calls throw this.
   void fail(const Error& error);
-  void bye();  // tells the cores that this end closes in good order
+  // Tells the cores that this end closes in good order, or the error that ended the job here, and
+  // closes the lanes. No memory of the caller is used from then on.
+  void close();
   uint64_t pushed_bytes();
   LaneCounters counters();
 
@@ -64,6 +68,7 @@ class PboxClient : public Sink {
     std::vector<Key> keys;
     std::vector<uint8_t> pending;  // per chunk: its answer is to come
     uint32_t outstanding = 0;      // keys without their answer
+    bool dropped = false;          // lives on for the answers that are still to come
   };
   Shard& shard(uint32_t table);
   Key& startable(Shard& shard, uint32_t key);  // throws when it is in flight
@@ -75,7 +80,8 @@ class PboxClient : public Sink {
   void copy_answer(Shard& shard, uint32_t index, const Header& header);
   size_t answer_bytes(const Shard& shard, const Lane& lane, uint32_t index) const;
   void answered(Shard& shard, Lane& lane, uint32_t key, size_t bytes);
-  void receive_error(const std::byte* payload, uint32_t length);
+  void forget(Shard& shard);
+  void remove_lanes();
   void throw_if_failed() const;
   void set_expectations(const Shard& shard, uint32_t key);
 
@@ -89,6 +95,7 @@ class PboxClient : public Sink {
   bool driven_ = false;  // the background thread was asked to drive
   bool closing_ = false;
   uint64_t pushed_ = 0;
+  LaneCounters past_;  // of lanes that are closed
   std::optional<Error> failed_;
 };
 

@@ -294,7 +294,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self.client.bye()
+        self.client.close()
         with contextlib.suppress(PhubError, OSError):
             self._send({"op": "bye"})
             self._control.shutdown(socket.SHUT_RDWR)
