@@ -1,0 +1,351 @@
+"""What stands behind a distributed optimizer: its exchange, and the course of a step.
+
+A step begins with its first gradient and ends when all results are there:
+
+    hook of a parameter   counts the gradient; in the last backward pass it is brought into the
+                          arena and pushed, while backward goes on
+    synchronize           pushes what no hook has pushed (parameters without a gradient are pushed
+                          as such), waits for the results
+
+Opening the exchange anew (parameters were cast, moved, unfrozen or added) and adopting weights
+that were changed by hand are collective. They happen in `synchronize`, never inside backward: in
+such a step the hooks only count.
+
+Thread contract: none; hooks run where backward was called, for parameters in host memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from phub_collective.backends.base import Exchange, ExchangeSpec, Kind, Operation, ReduceOp
+from phub_collective.errors import ConfigError
+from phub_collective.torch.arena import Slot, key_of, slots_of
+from phub_collective.torch.context import Face, face
+from phub_collective.torch.places import Groups, Place, ServerPlace, WorkerPlace
+from phub_collective.torch.shared_model import SharedModelPlace
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an optimizer exchanges; the arguments of `DistributedOptimizer`, checked.
+
+    Attributes:
+        named: (name, position) of every parameter in the order of the key table; positions count
+            through the optimizer's groups.
+        passes: backward passes per step.
+        bucket_bytes: 0: the session's setting.
+        on_server, shared_model: where the optimizer runs, where its result stands.
+        backend: None: the selector's choice.
+    """
+
+    named: tuple[tuple[str, int], ...]
+    passes: int = 1
+    op: ReduceOp = ReduceOp.AVERAGE
+    prescale: float = 1.0
+    postscale: float = 1.0
+    bucket_bytes: int = 0
+    sparse_as_dense: bool = False
+    on_server: bool = False
+    shared_model: bool = False
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class ExchangeCounters:
+    """What an optimizer exchanged since it was made.
+
+    Attributes:
+        bytes_total: bytes pushed.
+        bytes_in_backward: those of them that were pushed before backward ended.
+        steps: exchanges.
+    """
+
+    bytes_total: int = 0
+    bytes_in_backward: int = 0
+    steps: int = 0
+
+
+class Reducer:
+    """See the module. Errors of an exchange are final: the ranks are then at different points, so
+    every later call raises the same error."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
+        self.options = options
+        self.passes = options.passes
+        self.counters = ExchangeCounters()
+        self._optimizer = weakref.ref(optimizer)
+        self._place: Place = WorkerPlace()
+        if options.on_server:
+            self._place = SharedModelPlace() if options.shared_model else ServerPlace()
+        self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self._failed: Exception | None = None
+        # the exchange, and how it was opened
+        self._face: Face | None = None
+        self._exchange: Exchange | None = None
+        self._name, self._epoch = "", 0
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._group_indices: list[int] = []
+        # this step
+        self._begun = False  # a gradient has come
+        self._held = False  # hooks only count, see above
+        self._reduced = False  # synchronized, and no gradient has come since
+        self._in_flight = 0  # keys pushed
+        self._start, self._left = 0, 0  # bytes pushed when it began; pushed since, in backward
+        self._marked = False  # we shall be told when backward ends
+
+    # ---- the exchange
+
+    def _entries(self) -> list[tuple[str, torch.Tensor, int]]:
+        """(name, parameter, group) in the order of the key table, frozen parameters included."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        flat = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        return [(name, *flat[position]) for name, position in self.options.named]
+
+    def _groups(self) -> Groups:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return [optimizer.param_groups[index] for index in self._group_indices]
+
+    def _is_laid(self) -> bool:
+        """Whether the exchange fits the parameters as they are now."""
+        if self._exchange is None or self._face is not face():
+            return False
+        for _, parameter, _ in self._entries():
+            slot = self._slots.get(parameter)
+            if slot is None:
+                if parameter.requires_grad and parameter.numel():
+                    return False
+            elif not slot.matches():
+                return False
+        return True
+
+    def lay(self) -> None:
+        """Open the exchange for the parameters as they are now. Collective.
+
+        Raises:
+            ConfigError: a parameter cannot be exchanged.
+            MismatchError: the ranks' parameters differ; both sides are named.
+        """
+        here = face()
+        if here is not self._face:
+            self._face, self._name, self._epoch = here, here.exchange_name(), 0
+        elif self._exchange is not None:
+            self._exchange.close()
+            self._epoch += 1
+        entries = [one for one in self._entries() if one[1].requires_grad and one[1].numel()]
+        if not entries:
+            raise ConfigError("[torch] no parameter of the optimizer requires a gradient")
+        self._group_indices = sorted({group for _, _, group in entries})
+        keys = [key_of(name, p, self._group_indices.index(group)) for name, p, group in entries]
+        options = self.options
+        self._exchange = exchange = here.session.open_exchange(
+            ExchangeSpec(
+                self._name if self._epoch == 0 else f"{self._name}@{self._epoch}",
+                keys,
+                options.op,
+                "server" if options.on_server else "worker",
+                options.shared_model,
+                options.bucket_bytes or here.session.config.bucket_bytes,
+                options.prescale,
+                options.postscale,
+            ),
+            options.backend,
+        )
+        parameters = [parameter for _, parameter, _ in entries]
+        slots = slots_of(parameters, keys, exchange.offsets, exchange.arena)
+        self._slots = dict(zip(parameters, slots, strict=True))
+        self._place.opened(exchange, slots)
+        for parameter in parameters:
+            if parameter not in self._hooks:
+                hook = _hook(weakref.WeakMethod(self._on_gradient))
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = handle
+
+    def _adopt_weights(self) -> None:
+        """Make weights that were changed by hand everybody's. Collective."""
+        assert self._face is not None
+        assert self._exchange is not None
+        # Who comes here alone learns it from the name of this operation.
+        barrier = Operation(Kind.BARRIER, f"{self._name}: weights were changed by hand")
+        self._face.session.submit(barrier).wait()
+        self._place.opened(self._exchange, list(self._slots.values()))
+
+    # ---- a step
+
+    def _begin(self) -> None:
+        self._begun, self._reduced = True, False
+        self._held = not self._is_laid() or self._place.changed(list(self._slots.values()))
+        if not self._held:
+            self._open_step()
+
+    def _open_step(self) -> None:
+        assert self._exchange is not None
+        self._place.begin(self._exchange, self._groups())
+        self._start, self._left = self._exchange.counters.pushed, 0
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self.raise_if_failed()
+        face()
+        try:
+            if not self._begun:
+                self._begin()
+            slot = self._slots.get(parameter)
+            if slot is None:
+                return  # `synchronize` will find it
+            if slot.pushed:
+                raise ConfigError(self._second_gradient(slot))
+            slot.firings += 1
+            if slot.firings >= self.passes and not self._held:
+                self._push(slot)
+                self._mark_backward()
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _second_gradient(self, slot: Slot) -> str:
+        return (
+            f"[torch] parameter {slot.key.name!r} got gradient {slot.firings + 1} of a step; "
+            f"expected {self.passes}, after which it was sent. Call optimizer.step() or "
+            "optimizer.zero_grad() after each backward(), or set backward_passes_per_step to the "
+            "number of gradients (each segment of a reentrant checkpoint gives one; "
+            "use_reentrant=False gives one in all)"
+        )
+
+    def _push(self, slot: Slot) -> None:
+        assert self._exchange is not None
+        if slot.parameter.grad is None:
+            self._exchange.push(slot.index, no_grad=True)
+        else:
+            slot.place(self.options.sparse_as_dense)
+            self._exchange.push(slot.index)
+        slot.mark_pushed()
+        self._in_flight += 1
+
+    def synchronize(self) -> None:
+        """Finish the step's exchange; does nothing when that was done already.
+
+        Raises:
+            PeerLost, PeerTimeout, MismatchError, ProtocolError: of the exchange.
+            ConfigError: gradients or hyperparameters were changed while they were exchanged.
+        """
+        self.raise_if_failed()
+        face()
+        if self._reduced:
+            return
+        try:
+            self._finish_step()
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _finish_step(self) -> None:
+        if not self._begun:
+            self._begin()
+        if self._held:
+            if self._is_laid():
+                self._adopt_weights()
+            else:
+                self.lay()
+            self._open_step()
+        assert self._exchange is not None
+        slots = list(self._slots.values())
+        self._place.check(self._groups())
+        for slot in slots:
+            if not slot.pushed:
+                self._push(slot)
+        self._check_unchanged(slots)
+        self._exchange.wait()
+        self._check_unchanged(slots)
+        self._place.finish(self._exchange, slots)
+        self._count()
+        self._reset()
+        self._reduced = True
+
+    def _check_unchanged(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            if slot.written_since_push():
+                raise ConfigError(
+                    f"[torch] the gradient of {slot.key.name!r} was changed after it was sent "
+                    "(clipped, or unscaled?); call optimizer.synchronize() before that"
+                    + (", which needs optimizer_place='worker'" if self.options.on_server else "")
+                )
+
+    def _reset(self) -> None:
+        for slot in self._slots.values():
+            slot.reset()
+        self._begun = self._held = self._reduced = self._marked = False
+        self._in_flight = 0
+
+    def drop(self) -> None:
+        """Forget this step: finish what is being exchanged, and begin a new one."""
+        self.raise_if_failed()
+        if self._in_flight:
+            if self.options.on_server:
+                raise ConfigError(
+                    "[torch] zero_grad() between backward() and step(), but the server applies "
+                    "gradients as they come; use optimizer_place='worker' to skip steps (as "
+                    "GradScaler does), and freeze parameters (requires_grad_(False)) where their "
+                    "gradients are not wanted"
+                )
+            self.synchronize()
+        self._reset()
+
+    def stepped(self) -> None:
+        """The optimizer has used the results."""
+        self._reset()
+
+    def require_settled(self) -> None:
+        """Raise ConfigError while gradients are being exchanged."""
+        if self._in_flight:
+            raise ConfigError(
+                "[torch] step() inside skip_synchronize() while gradients are being exchanged; "
+                "call optimizer.synchronize() first"
+            )
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that ended the exchange, if one did."""
+        if self._failed is not None:
+            raise self._failed
+
+    # ---- counting
+
+    def _mark_backward(self) -> None:
+        """Note what has been pushed when this backward pass ends."""
+        if self._marked:
+            return
+        self._marked = True
+        ended = weakref.WeakMethod(self._backward_ended)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _call(ended))
+
+    def _backward_ended(self) -> None:
+        self._marked = False
+        if self._exchange is not None:
+            self._left = self._exchange.counters.pushed - self._start
+
+    def _count(self) -> None:
+        assert self._exchange is not None
+        before, pushed = self.counters, self._exchange.counters.pushed - self._start
+        self.counters = ExchangeCounters(
+            before.bytes_total + pushed,
+            before.bytes_in_backward + self._left,
+            before.steps + 1,
+        )
+
+
+def _call(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> None:
+    target = method()
+    if target is not None:
+        target(*args)
+
+
+def _hook(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[[torch.Tensor], None]:
+    """A hook that dies with its reducer: a parameter may outlive its optimizer."""
+    return lambda parameter: _call(method, parameter)

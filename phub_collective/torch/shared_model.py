@@ -1,0 +1,82 @@
+"""Parameters that are the PBox's memory: new weights are read where the core wrote them.
+
+`Exchange.result` is one of two buffers in turn, so after each exchange the parameters are pointed
+at the other one. Autograd is told of it, since a graph that saved the old weights would else
+compute a wrong gradient without an error.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from phub_collective.backends.base import Exchange
+from phub_collective.torch.arena import Slot, view
+from phub_collective.torch.places import ServerPlace
+from phub_collective.torch.tensors import count_write
+
+
+class SharedModelPlace(ServerPlace):
+    """As `ServerPlace`, with parameters that are views of ``exchange.result``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: dict[int, list[torch.Tensor]] = {}  # by address of the result buffer
+
+    def opened(self, exchange: Exchange, slots: Sequence[Slot]) -> None:
+        self._views.clear()
+        super().opened(exchange, slots)
+        copy_in_state_dict([slot.parameter for slot in slots])
+
+    def _write(self, exchange: Exchange, slots: Sequence[Slot]) -> None:
+        address = exchange.result.ctypes.data
+        if address not in self._views:
+            self._views[address] = [
+                view(exchange.result, exchange.offsets[slot.index], slot.parameter)
+                for slot in slots
+            ]
+        for slot, weights in zip(slots, self._views[address], strict=True):
+            slot.parameter.data = weights
+            count_write(slot.parameter)
+
+
+# Copies that state_dict() returned -> the parameter they were made of. A broadcast into such a
+# copy is meant for the parameter.
+_copies = WeakIdKeyDictionary()
+
+
+def parameter_of_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The shared parameter that `tensor`, an entry of a state_dict(), is a copy of."""
+    parameter: torch.Tensor | None = _copies.get(tensor, None)  # type: ignore[no-untyped-call]
+    return parameter
+
+
+def copy_in_state_dict(parameters: Sequence[torch.Tensor]) -> None:
+    """Make state_dict() of the modules that own `parameters` return copies: a view would change
+    with every second step, and keep the whole arena alive."""
+    wanted = {id(parameter) for parameter in parameters}
+    for module in _modules():
+        owned = module.__dict__.get("_parameters", {}).values()
+        hooks = module.__dict__.get("_state_dict_hooks", {}).values()
+        if any(id(one) in wanted for one in owned) and _copy_entries not in hooks:
+            module.register_state_dict_post_hook(_copy_entries)  # type: ignore[no-untyped-call]
+
+
+def _modules() -> list[torch.nn.Module]:
+    """All modules of the process: an optimizer is given parameters, which do not know theirs."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+
+
+def _copy_entries(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        entry = state_dict.get(prefix + name)
+        if isinstance(entry, torch.Tensor) and entry is not parameter:  # keep_vars=True
+            copy = entry.detach().clone()
+            state_dict[prefix + name] = copy
+            _copies[copy] = parameter

@@ -1,0 +1,280 @@
+"""DistributedOptimizer with the optimizer on the server, on a session without transport whose
+server is torch's own SGD."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch_standin import StandInSession
+
+import phub_collective.torch as hvd
+from phub_collective.backends.base import Hyper
+from phub_collective.errors import ConfigError
+from phub_collective.torch import context
+
+PLACES = [{"optimizer_place": "server"}, {"optimizer_place": "server", "shared_model": True}]
+places = pytest.mark.parametrize("place", PLACES, ids=["copied", "shared"])
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> StandInSession:
+    standin = StandInSession()
+    monkeypatch.setattr(context, "_face", context.Face(cast(Any, standin)))
+    return standin
+
+
+def network() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+
+
+def sgd_of(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def wrapped(model: Any, **place: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), **place)
+
+
+def backward(model: Any, seed: int = 0) -> None:
+    data = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+    model(data).square().sum().backward()
+
+
+def train(model: Any, optimizer: torch.optim.SGD, steps: int) -> list[torch.Tensor]:
+    """The weights after `steps` steps with a falling learning rate."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, step)
+        optimizer.step()
+        scheduler.step()
+    return weights(model)
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+
+
+@places
+def test_training_equals_plain_training(session: StandInSession, place: dict[str, Any]) -> None:
+    plain, model = network(), network()
+    expected = train(plain, sgd_of(plain), 5)
+    assert_equal(train(model, wrapped(model, **place), 5), expected)
+    exchange = session.exchanges[0]
+    assert exchange.spec.shared_model == ("shared_model" in place)
+    assert exchange.initialized == 1
+    assert [hypers[0].lr for hypers in exchange.hypers] == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+@places
+def test_unused_parameters_are_left_alone(session: StandInSession, place: dict[str, Any]) -> None:
+    model = network()
+    optimizer = wrapped(model, **place)
+    backward(model)
+    optimizer.step()
+    before = weights(model[0])
+    model[2](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert_equal(weights(model[0]), before)
+    assert model[0].weight.grad is None
+
+
+def test_groups_have_their_own_hyperparameters(session: StandInSession) -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)  # its group has no key at all
+    groups = [
+        {"params": [model[0].weight], "lr": 9.0},
+        {"params": [model[0].bias], "lr": 0.5, "momentum": 0.25},
+        {"params": model[2].parameters(), "dampening": 0.5, "maximize": True},
+    ]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, 0.1), model.named_parameters(), optimizer_place="server"
+    )
+    backward(model)
+    optimizer.step()
+    assert session.exchanges[0].hypers == [
+        [Hyper(0.5, 0.25), Hyper(0.1, dampening=0.5, maximize=True)]
+    ]
+    assert [key.group for key in session.exchanges[0].spec.keys] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (torch.optim.Adam, "server' with Adam; the server runs torch.optim.SGD with lr, momentum"),
+        (type("Mine", (torch.optim.SGD,), {}), "with Mine"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_optimizers_that_the_server_does_not_run(
+    session: StandInSession, optimizer: Any, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        hvd.DistributedOptimizer(optimizer(network().parameters()), optimizer_place="server")
+
+
+def test_rate_changed_before_step_is_an_error(session: StandInSession) -> None:
+    model = network()
+    optimizer = wrapped(model, optimizer_place="server")
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.7
+    with pytest.raises(ConfigError, match=r"lr=0\.1.*lr=0\.7.*after optimizer\.step\(\)"):
+        optimizer.step()
+
+
+def test_what_needs_the_gradient_is_refused(session: StandInSession) -> None:
+    model = network()
+    optimizer = wrapped(model, optimizer_place="server")
+    backward(model)
+    with pytest.raises(ConfigError, match="synchronize.*optimizer_place='worker'"):
+        optimizer.synchronize()
+    with (
+        pytest.raises(ConfigError, match="skip_synchronize.*optimizer_place='worker'"),
+        optimizer.skip_synchronize(),
+    ):
+        optimizer.step()
+    with pytest.raises(ConfigError, match="zero_grad.*between backward.*freeze parameters"):
+        optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(ConfigError, match="GradScaler.*optimizer_place='worker'"):
+        scaler.step(optimizer)
+    optimizer.step()
+    backward(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(ConfigError, match="changed after it was sent.*needs optimizer_place"):
+        optimizer.step()
+
+
+def test_state_with_momentum_cannot_be_loaded(session: StandInSession) -> None:
+    model, other = network(), network()
+    plain = sgd_of(other)
+    fresh = plain.state_dict()
+    train(other, plain, 1)
+    optimizer = wrapped(model, optimizer_place="server")
+    with pytest.raises(ConfigError, match="moving state to the server is not available"):
+        optimizer.load_state_dict(plain.state_dict())
+    fresh["param_groups"][0]["lr"] = 0.3
+    optimizer.load_state_dict(fresh)
+    backward(model)
+    optimizer.step()
+    assert session.exchanges[0].hypers[0][0].lr == 0.3
+
+
+def test_closure_and_step_hooks(session: StandInSession) -> None:
+    model = network()
+    optimizer = wrapped(model, optimizer_place="server")
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert calls == ["pre", "post"]
+    assert len(session.exchanges[0].pushes) == 2
+
+
+@places
+def test_weights_written_by_hand_are_adopted(
+    session: StandInSession, place: dict[str, Any]
+) -> None:
+    """Right after load_state_dict the gradients of the loaded weights are applied to them."""
+    plain, model = network(), network()
+    optimizer = wrapped(model, **place)
+    backward(model, 5)
+    optimizer.step()
+    loaded = {name: tensor + 1 for name, tensor in plain.state_dict().items()}
+    model.load_state_dict(loaded)
+    plain.load_state_dict(loaded)
+    optimizer.zero_grad()
+    backward(model, 0)
+    assert session.exchanges[0].pushes[-1] == []  # no overlap in this one step
+    optimizer.step()
+    expected = sgd_of(plain)
+    backward(plain, 0)
+    expected.step()
+    assert_equal(weights(model), weights(plain))
+    assert session.exchanges[0].initialized == 2
+    assert session.operations == ["optimizer.0: weights were changed by hand"]
+    backward(model, 1)
+    assert len(session.exchanges[0].pushes[-1]) == 4
+    optimizer.step()
+    assert session.exchanges[0].initialized == 2
+
+
+@places
+def test_cast_after_wrapping(session: StandInSession, place: dict[str, Any]) -> None:
+    model = network().double()
+    optimizer = wrapped(model, **place)
+    model.float()
+    backward(model)
+    optimizer.step()
+    assert [exchange.closed for exchange in session.exchanges] == [True, False]
+    assert session.exchanges[1].initialized == 1
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+# ---- shared model
+
+
+def shared(model: Any) -> Any:
+    return wrapped(model, optimizer_place="server", shared_model=True)
+
+
+def test_parameters_are_views_of_the_result(session: StandInSession) -> None:
+    model = network()
+    optimizer = shared(model)
+    exchange = session.exchanges[0]
+    for _ in range(3):
+        first = exchange.result.ctypes.data
+        assert model[0].weight.data_ptr() == first + exchange.offsets[0]
+        backward(model)
+        optimizer.step()
+        assert exchange.result.ctypes.data != first
+        assert model[0].weight.data_ptr() == exchange.result.ctypes.data + exchange.offsets[0]
+
+
+@places
+def test_graph_of_old_weights_is_an_error(session: StandInSession, place: dict[str, Any]) -> None:
+    model = network()
+    optimizer = wrapped(model, **place)
+    early = model(torch.ones(1, 4, requires_grad=True)).square().sum()
+    backward(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+def test_state_dict_returns_copies(session: StandInSession) -> None:
+    model: Any = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(2))
+    optimizer = shared(model)
+    kept = model.state_dict()
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    for name in ("0.0.weight", "1.bias"):
+        assert torch.equal(kept[name], before[name])
+    assert model.state_dict(keep_vars=True)["0.0.weight"] is model[0][0].weight
+
+
+def test_broadcast_into_a_state_dict_reaches_the_parameters(session: StandInSession) -> None:
+    model = network()
+    optimizer = shared(model)
+    state = model.state_dict()
+    state["0.weight"].fill_(3.0)  # as if it had come from the root
+    hvd.broadcast_parameters(state, 0)
+    assert model[0].weight.unique().tolist() == [3.0]
+    backward(model)
+    optimizer.step()
+    assert session.exchanges[0].initialized == 2
