@@ -14,8 +14,8 @@ size_t elements(const TableInfo& info, const ChunkInfo& chunk) {
 }
 
 SgdParams sgd_params(const HyperWire& hyper) {
-  return {hyper.lr,       hyper.momentum,       hyper.dampening, hyper.weight_decay,
-          hyper.nesterov != 0, hyper.maximize != 0};
+  return {hyper.lr,           hyper.momentum,      hyper.dampening,
+          hyper.weight_decay, hyper.nesterov != 0, hyper.maximize != 0};
 }
 
 // A chunk's place in a buffer with the arena's layout.
@@ -24,7 +24,8 @@ std::byte* narrow_at(const std::shared_ptr<Memory>& memory, const ChunkInfo& chu
 }
 
 // A chunk's place in a buffer in the accumulator type.
-std::byte* wide_at(const Table& table, const std::shared_ptr<Memory>& memory, const ChunkInfo& chunk) {
+std::byte* wide_at(const Table& table, const std::shared_ptr<Memory>& memory,
+                   const ChunkInfo& chunk) {
   return memory->data() + chunk.offset * table.wide;
 }
 
@@ -37,7 +38,8 @@ void next_exchange(Arrivals& arrivals) {
 // Weights given from outside: converted to the master's type.
 void set_master(const Table& table, const ChunkInfo& chunk, const void* weights) {
   const DType t = table.info.keys[chunk.key].dtype;
-  fold(t, ReduceOp::sum, wide_at(table, table.master, chunk), weights, elements(table.info, chunk), true);
+  fold(t, ReduceOp::sum, wide_at(table, table.master, chunk), weights, elements(table.info, chunk),
+       true);
 }
 
 void copy_from_master(const Table& table, const ChunkInfo& chunk, void* out) {
@@ -74,7 +76,8 @@ const std::byte* JobShard::reduce_answer(TableShard& shard, uint32_t index) {
   }
   const std::byte* sum = is_16bit(t) ? wide_at(table, table.sums, chunk) : answer;
   const Scale scale = arrivals.init ? Scale{} : table.info.scale;
-  finish(t, arrivals.init ? ReduceOp::sum : table.info.op, answer, sum, elements(table.info, chunk), scale);
+  finish(t, arrivals.init ? ReduceOp::sum : table.info.op, answer, sum, elements(table.info, chunk),
+         scale);
   return answer;
 }
 
@@ -105,8 +108,10 @@ const std::byte* JobShard::optimized_answer(TableShard& shard, uint32_t index) {
 void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
   const TableInfo& info = shard.table->info;
   Arrivals& arrivals = shard.chunks[index].arrivals;
-  const std::byte* answer = info.server ? optimized_answer(shard, index) : reduce_answer(shard, index);
-  Header header{FrameKind::result, 0, 0, info.first_chunk + index, arrivals.step, info.chunks[index].bytes};
+  const std::byte* answer =
+      info.server ? optimized_answer(shard, index) : reduce_answer(shard, index);
+  Header header{FrameKind::result,       0, 0, info.first_chunk + index, arrivals.step,
+                info.chunks[index].bytes};
   if (info.shared_answers) {
     header.flags = flag::in_answer;
     header.length = 0;
@@ -121,8 +126,9 @@ void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
 void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {
   const Table& table = *shard.table;
   const ChunkInfo& chunk = table.info.chunks[index];
-  const Header header{FrameKind::result, 0, 0, table.info.first_chunk + index,
-                      shard.chunks[index].arrivals.step, chunk.bytes};
+  const Header header{
+      FrameKind::result, 0, 0, table.info.first_chunk + index, shard.chunks[index].arrivals.step,
+      chunk.bytes};
   std::vector<std::byte> weights(chunk.bytes);
   copy_from_master(table, chunk, weights.data());
   lanes_[static_cast<size_t>(rank)]->send_copy(header, weights.data());
@@ -144,13 +150,15 @@ void JobShard::reduce_in_place(TableShard& shard, const KeyState& key, uint32_t 
     if (key.arrivals.with_gradient.test(at)) ins[static_cast<size_t>(n++)] = outs[at];
   }
   if (n == 0) {
-    for (int rank = 0; rank < workers; ++rank) std::memset(outs[static_cast<size_t>(rank)], 0, chunk.bytes);
+    for (int rank = 0; rank < workers; ++rank)
+      std::memset(outs[static_cast<size_t>(rank)], 0, chunk.bytes);
   } else if (key.arrivals.init) {
     for (int rank = 0; rank < workers; ++rank)
       if (outs[static_cast<size_t>(rank)] != ins[0])
         std::memcpy(outs[static_cast<size_t>(rank)], ins[0], chunk.bytes);
   } else {
-    reduce(t, table.info.op, outs.data(), workers, ins.data(), n, elements(table.info, chunk), table.info.scale);
+    reduce(t, table.info.op, outs.data(), workers, ins.data(), n, elements(table.info, chunk),
+           table.info.scale);
   }
 }
 
@@ -174,16 +182,19 @@ void JobShard::optimize_in_place(TableShard& shard, const KeyState& key, uint32_
   std::byte* current = table.info.shared ? narrow_at(table.weights[step % 2], chunk) : nullptr;
   std::byte* next = table.info.shared ? narrow_at(table.weights[(step + 1) % 2], chunk) : nullptr;
   const bool own_master = table.master && (!table.info.shared || is_16bit(range.dtype));
-  if (table.info.shared && (own_master || key.arrivals.init)) outs[static_cast<size_t>(n_out++)] = next;
+  if (table.info.shared && (own_master || key.arrivals.init))
+    outs[static_cast<size_t>(n_out++)] = next;
 
   if (key.arrivals.init && n > 0) {
     const void* weights = ins[0];
     if (own_master) set_master(table, chunk, weights);
     if (current) std::memcpy(current, weights, chunk.bytes);
     for (int i = 0; i < n_out; ++i)
-      if (outs[static_cast<size_t>(i)] != weights) std::memcpy(outs[static_cast<size_t>(i)], weights, chunk.bytes);
+      if (outs[static_cast<size_t>(i)] != weights)
+        std::memcpy(outs[static_cast<size_t>(i)], weights, chunk.bytes);
   } else if (n == 0) {
-    if (next) std::memcpy(next, current, chunk.bytes);
+    if (next)
+      std::memcpy(next, current, chunk.bytes);
     else
       for (int i = 0; i < n_out; ++i) copy_from_master(table, chunk, outs[static_cast<size_t>(i)]);
   } else {
@@ -191,15 +202,20 @@ void JobShard::optimize_in_place(TableShard& shard, const KeyState& key, uint32_
     std::byte* master = own_master ? wide_at(table, table.master, chunk) : nullptr;
     const StepArrays arrays{own_master ? master : current, own_master ? master : next,
                             wide_at(table, table.momentum, chunk), outs.data(), n_out};
-    reduce_sgd(range.dtype, params, arrays, ins.data(), n, count, table.info.scale, !state.has_momentum);
+    reduce_sgd(range.dtype, params, arrays, ins.data(), n, count, table.info.scale,
+               !state.has_momentum);
     state.has_momentum |= params.momentum != 0.0;
   }
 }
 
 void JobShard::finish_key(const Place& place) {
   KeyState& key = place.shard->keys[place.index];
-  const Header header{FrameKind::result, flag::arena, 0, place.shard->table->info.first_key + place.index,
-                      key.arrivals.step, 0};
+  const Header header{FrameKind::result,
+                      flag::arena,
+                      0,
+                      place.shard->table->info.first_key + place.index,
+                      key.arrivals.step,
+                      0};
   key.next = 0;
   next_exchange(key.arrivals);
   for (Lane* lane : lanes_)
@@ -213,8 +229,10 @@ bool JobShard::work(int chunks) {
   KeyState& key = place.shard->keys[place.index];
   const bool server = place.shard->table->info.server;
   for (; chunks > 0 && key.next < key.chunks.size(); --chunks, ++key.next, ++answered_) {
-    if (server) optimize_in_place(*place.shard, key, key.chunks[key.next]);
-    else reduce_in_place(*place.shard, key, key.chunks[key.next]);
+    if (server)
+      optimize_in_place(*place.shard, key, key.chunks[key.next]);
+    else
+      reduce_in_place(*place.shard, key, key.chunks[key.next]);
   }
   if (key.next == key.chunks.size()) {
     ready_.pop_front();

@@ -67,7 +67,8 @@ class Core::LaneSink : public Sink {
   bool said_bye_ = false;
 };
 
-Core::Core(int index, EventQueue& events) : index_(index), events_(events), thread_([this] { run(); }) {}
+Core::Core(int index, EventQueue& events)
+    : index_(index), events_(events), thread_([this] { run(); }) {}
 
 Core::~Core() {
   call([](Core& core) { core.stop_ = true; });
@@ -100,7 +101,8 @@ JobShard& Core::add_job(uint32_t id, int workers) {
 JobShard& Core::job(uint32_t id) {
   const auto found = jobs_.find(id);
   if (found == jobs_.end())
-    throw Error(ErrorCode::config, "[pbox] there is no job " + std::to_string(id) + "; it has ended");
+    throw Error(ErrorCode::config,
+                "[pbox] there is no job " + std::to_string(id) + "; it has ended");
   return *found->second;
 }
 
@@ -185,7 +187,8 @@ void Core::sleep() {
   for (auto& entry : lanes_) {
     if (entry->gone) continue;
     const bool write = entry->lane->wants_write();
-    if (write != entry->write_watched) poller_.watch_write(*entry->lane, entry->write_watched = write);
+    if (write != entry->write_watched)
+      poller_.watch_write(*entry->lane, entry->write_watched = write);
     busy |= entry->lane->arm(1);
   }
   if (!busy) poller_.wait(-1, ready_);

@@ -35,10 +35,10 @@ class Engine {
   void kick();
   // Bytes that must arrive on this lane before its waiter has something to do: fewer wake-ups.
   void expect(Lane& lane, size_t bytes);
-  void async_begin();               // unfinished asynchronous work: the background thread drives
+  void async_begin();  // unfinished asynchronous work: the background thread drives
   void async_end() { --async_; }
   void completed() { completed_ = true; }  // something that somebody may wait for has finished
-  bool progress_once();             // moves all lanes without sleeping; true when anything moved
+  bool progress_once();  // moves all lanes without sleeping; true when anything moved
 
   // --- takes the lock itself ---
   // Drives until done() (called with the lock held) is true; false when timeout_s passed first

@@ -46,7 +46,8 @@ std::vector<std::byte> pack_error(const Error& error) {
 Error unpack_error(const std::byte* payload, size_t length) {
   ErrorWire head;
   if (length < sizeof head)
-    throw Error(ErrorCode::protocol, "[lane] an error frame of " + std::to_string(length) + " bytes");
+    throw Error(ErrorCode::protocol,
+                "[lane] an error frame of " + std::to_string(length) + " bytes");
   std::memcpy(&head, payload, sizeof head);
   const bool known = head.code >= static_cast<int32_t>(ErrorCode::config) &&
                      head.code <= static_cast<int32_t>(ErrorCode::internal);

@@ -30,7 +30,8 @@ class Error : public std::runtime_error {
 
 // The payload of an error frame (ErrorWire and the text, cut to fit in every lane), and back.
 std::vector<std::byte> pack_error(const Error& error);
-Error unpack_error(const std::byte* payload, size_t length);  // throws Error(protocol) if it is none
+Error unpack_error(const std::byte* payload,
+                   size_t length);  // throws Error(protocol) if it is none
 
 // errno of a failed call as an Error: "[lane] mmap: Cannot allocate memory".
 Error system_error(const std::string& what, int number);

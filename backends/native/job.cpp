@@ -57,7 +57,8 @@ void JobShard::add(std::shared_ptr<Table> table) {
   shard->keys.resize(info.keys.size());
   shard->chunks.resize(info.chunks.size());
   for (uint32_t index = 0; index < info.chunks.size(); ++index)
-    if (info.chunks[index].core == core_) shard->keys[info.chunks[index].key].chunks.push_back(index);
+    if (info.chunks[index].core == core_)
+      shard->keys[info.chunks[index].key].chunks.push_back(index);
   chunks_ += info.chunks.size();
   if (info.server)
     for (const KeyInfo& key : info.keys) hyper_[key.group].resize(static_cast<size_t>(workers));
@@ -67,8 +68,9 @@ void JobShard::add(std::shared_ptr<Table> table) {
 }
 
 void JobShard::drop(uint32_t table_id) {
-  const auto found = std::find_if(tables_.begin(), tables_.end(),
-                                  [&](auto& item) { return item.second->table->info.id == table_id; });
+  const auto found = std::find_if(tables_.begin(), tables_.end(), [&](auto& item) {
+    return item.second->table->info.id == table_id;
+  });
   if (found == tables_.end()) return;
   std::unique_ptr<TableShard> shard = std::move(found->second);
   const TableInfo& info = shard->table->info;
@@ -102,17 +104,22 @@ JobShard::Place JobShard::chunk_at(uint32_t id) {
 
 void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
   if (failed_) return;  // what was under way when the job ended
-  if (header.sender != rank)
-    refuse(rank, "a frame as rank " + std::to_string(header.sender));
+  if (header.sender != rank) refuse(rank, "a frame as rank " + std::to_string(header.sender));
   switch (header.kind) {
-    case FrameKind::push: return push(rank, header, payload);
-    case FrameKind::push_key: return push_key(rank, header);
-    case FrameKind::pull: return pull(rank, header);
-    case FrameKind::hyper: return set_hyper(rank, header, payload);
+    case FrameKind::push:
+      return push(rank, header, payload);
+    case FrameKind::push_key:
+      return push_key(rank, header);
+    case FrameKind::pull:
+      return pull(rank, header);
+    case FrameKind::hyper:
+      return set_hyper(rank, header, payload);
     // A worker that ends because of an error says so, and the others learn the cause.
-    case FrameKind::error: throw unpack_error(payload, header.length);
-    default: refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
-                              ", which a core does not take");
+    case FrameKind::error:
+      throw unpack_error(payload, header.length);
+    default:
+      refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
+                       ", which a core does not take");
   }
 }
 
@@ -125,7 +132,8 @@ Arrivals& JobShard::arrive(Arrivals& arrivals, int rank, const Header& header, c
   if (arrivals.arrived.test(bit)) refuse(rank, name + " twice in one step");
   const bool init = header.flags & flag::init;
   if (arrivals.arrived.any() && init != arrivals.init)
-    refuse(rank, name + (init ? " as initial weights" : " as a gradient") + ", other ranks did not");
+    refuse(rank,
+           name + (init ? " as initial weights" : " as a gradient") + ", other ranks did not");
   const bool gradient = !(header.flags & flag::no_grad);
   if (init && gradient && arrivals.with_gradient.any())
     refuse(rank, name + " as initial weights, which another rank sent too");
@@ -151,7 +159,8 @@ void JobShard::push(int rank, const Header& header, const std::byte* payload) {
   if (!place.shard) refuse(rank, "unknown chunk " + std::to_string(header.id));
   const TableInfo& info = place.shard->table->info;
   const ChunkInfo& chunk = info.chunks[place.index];
-  if (chunk.core != core_) refuse(rank, "chunk " + std::to_string(header.id) + " to another chunk's core");
+  if (chunk.core != core_)
+    refuse(rank, "chunk " + std::to_string(header.id) + " to another chunk's core");
   if (info.arena) refuse(rank, "a chunk of a key whose gradients are read in place");
   const size_t expected = header.flags & flag::no_grad ? 0 : chunk.bytes;
   if (header.length != expected)
@@ -178,7 +187,8 @@ void JobShard::pull(int rank, const Header& header) {
   const TableInfo& info = place.shard->table->info;
   const ChunkInfo& chunk = info.chunks[place.index];
   if (!info.server || info.arena || chunk.core != core_ || header.length)
-    refuse(rank, "a pull of chunk " + std::to_string(header.id) + ", of which this core keeps no weights");
+    refuse(rank, "a pull of chunk " + std::to_string(header.id) +
+                     ", of which this core keeps no weights");
   send_weights(*place.shard, place.index, rank);
 }
 
@@ -195,7 +205,8 @@ void JobShard::set_hyper(int rank, const Header& header, const std::byte* payloa
 void JobShard::check_reading(int rank) const {
   // Whoever reads its lane has at most one answer to come for each chunk.
   const Lane* lane = lanes_[static_cast<size_t>(rank)];
-  if (lane && lane->queued() > kMaxQueued + 2 * chunks_) refuse(rank, "more and more, and does not read its answers");
+  if (lane && lane->queued() > kMaxQueued + 2 * chunks_)
+    refuse(rank, "more and more, and does not read its answers");
 }
 
 const HyperWire& JobShard::agreed_hyper(uint32_t group) const {
@@ -204,11 +215,13 @@ const HyperWire& JobShard::agreed_hyper(uint32_t group) const {
     const auto& mine = values[static_cast<size_t>(rank)];
     if (!mine)
       throw Error(ErrorCode::mismatch, "[pbox] rank " + std::to_string(rank) +
-                                           " has not set hyperparameters of group " + std::to_string(group));
+                                           " has not set hyperparameters of group " +
+                                           std::to_string(group));
     if (std::memcmp(&*mine, &*values[0], sizeof(HyperWire)) != 0)
       throw Error(ErrorCode::mismatch,
-                  "[pbox] hyperparameters of group " + std::to_string(group) + " differ: rank 0 has " +
-                      describe(*values[0]) + ", rank " + std::to_string(rank) + " has " + describe(*mine) +
+                  "[pbox] hyperparameters of group " + std::to_string(group) +
+                      " differ: rank 0 has " + describe(*values[0]) + ", rank " +
+                      std::to_string(rank) + " has " + describe(*mine) +
                       "; give all ranks the same before the step's first push");
   }
   return *values[0];
@@ -238,7 +251,8 @@ std::vector<Stalled> JobShard::stalled() const {
   };
   for (const auto& [first_chunk, shard] : tables_) {
     const TableInfo& info = shard->table->info;
-    for (uint32_t key = 0; key < shard->keys.size(); ++key) look(shard->keys[key].arrivals, info.first_key + key);
+    for (uint32_t key = 0; key < shard->keys.size(); ++key)
+      look(shard->keys[key].arrivals, info.first_key + key);
     for (uint32_t chunk = 0; chunk < shard->chunks.size(); ++chunk)
       look(shard->chunks[chunk].arrivals, info.first_key + info.chunks[chunk].key);
   }

@@ -28,7 +28,8 @@ void* map(size_t bytes, int flags, int fd, int protection = PROT_READ | PROT_WRI
 int memory_file(size_t bytes, unsigned flags) {
   const int fd = memfd_create("phub", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
   if (fd < 0) return -1;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0)
+  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
+      fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0)
     return fd;
   const int number = errno;
   close(fd);
@@ -69,7 +70,8 @@ std::shared_ptr<Memory> Memory::shared(size_t bytes, Access others) {
 std::shared_ptr<Memory> Memory::attach(int fd, size_t bytes, Access access) {
   struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
-  if (fstat(fd, &info) != 0 || (seals & kSeals) != kSeals || static_cast<size_t>(info.st_size) < bytes) {
+  if (fstat(fd, &info) != 0 || (seals & kSeals) != kSeals ||
+      static_cast<size_t>(info.st_size) < bytes) {
     close(fd);
     throw Error(ErrorCode::protocol, "[memory] expected a sealed memory file of at least " +
                                          std::to_string(bytes) + " bytes, got another file");
@@ -84,8 +86,10 @@ std::shared_ptr<Memory> Memory::attach(int fd, size_t bytes, Access access) {
     throw system_error(describe("mmap", mapped), number);
   }
   madvise(data, mapped, MADV_HUGEPAGE);
-  if (access == Access::read_write) madvise(data, mapped, MADV_POPULATE_WRITE);
-  else madvise(data, mapped, MADV_POPULATE_READ);
+  if (access == Access::read_write)
+    madvise(data, mapped, MADV_POPULATE_WRITE);
+  else
+    madvise(data, mapped, MADV_POPULATE_READ);
   return std::shared_ptr<Memory>(new Memory(static_cast<std::byte*>(data), bytes, mapped, fd));
 }
 

@@ -25,7 +25,8 @@ void translate(std::exception_ptr pointer) {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
     const auto errors = py::module_::import("phub_collective.errors");
-    const py::object made = errors.attr("from_code")(static_cast<int>(error.code), error.what(), error.rank);
+    const py::object made =
+        errors.attr("from_code")(static_cast<int>(error.code), error.what(), error.rank);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
   }
 }
@@ -40,7 +41,8 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
                      const Array<uint8_t>& key_dtypes, const Array<uint32_t>& key_groups,
                      const Array<uint64_t>& chunk_offsets, const Array<uint32_t>& chunk_bytes,
                      const Array<uint32_t>& chunk_keys, const Array<uint16_t>& chunk_cores, int op,
-                     double prescale, double postscale, int divisor, bool arena, bool shared_answers, bool server, bool shared) {
+                     double prescale, double postscale, int divisor, bool arena,
+                     bool shared_answers, bool server, bool shared) {
   TableInfo table;
   table.id = id;
   table.first_key = first_key;
@@ -65,8 +67,8 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
   return table;
 }
 
-HyperWire make_hyper(double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-                     bool maximize) {
+HyperWire make_hyper(double lr, double momentum, double dampening, double weight_decay,
+                     bool nesterov, bool maximize) {
   return {lr, momentum, dampening, weight_decay, nesterov, maximize};
 }
 
@@ -86,7 +88,8 @@ void bind_memory(py::module_& m) {
       })
       .def_static("anonymous", &Memory::anonymous, py::arg("bytes"), Unlocked())
       .def_static("shared", &Memory::shared, py::arg("bytes"), py::arg("others"), Unlocked())
-      .def_static("attach", &Memory::attach, py::arg("fd"), py::arg("bytes"), py::arg("access"), Unlocked())
+      .def_static("attach", &Memory::attach, py::arg("fd"), py::arg("bytes"), py::arg("access"),
+                  Unlocked())
       .def("revert", &Memory::revert, Unlocked())
       .def_property_readonly("fd", &Memory::fd)
       .def_property_readonly("address", [](const Memory& memory) {
@@ -111,17 +114,20 @@ void bind_lanes(py::module_& m) {
 
 void bind_server(py::module_& m) {
   py::class_<TableInfo>(m, "TableInfo")
-      .def(py::init(&make_table), py::kw_only(), py::arg("id"), py::arg("first_key"), py::arg("first_chunk"),
-           py::arg("bytes"), py::arg("key_offsets").noconvert(), py::arg("key_bytes").noconvert(),
-           py::arg("key_dtypes").noconvert(), py::arg("key_groups").noconvert(),
-           py::arg("chunk_offsets").noconvert(), py::arg("chunk_bytes").noconvert(),
-           py::arg("chunk_keys").noconvert(), py::arg("chunk_cores").noconvert(), py::arg("op"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("shared_answers"), py::arg("server"), py::arg("shared"));
+      .def(py::init(&make_table), py::kw_only(), py::arg("id"), py::arg("first_key"),
+           py::arg("first_chunk"), py::arg("bytes"), py::arg("key_offsets").noconvert(),
+           py::arg("key_bytes").noconvert(), py::arg("key_dtypes").noconvert(),
+           py::arg("key_groups").noconvert(), py::arg("chunk_offsets").noconvert(),
+           py::arg("chunk_bytes").noconvert(), py::arg("chunk_keys").noconvert(),
+           py::arg("chunk_cores").noconvert(), py::arg("op"), py::arg("prescale"),
+           py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("shared_answers"),
+           py::arg("server"), py::arg("shared"));
   py::class_<Table, std::shared_ptr<Table>>(m, "Table")
       .def_property_readonly("arenas", [](const Table& table) { return table.arenas; })
       .def_property_readonly("answers",
                              [](const Table& table) {
-                               return std::vector<std::shared_ptr<Memory>>(table.answers, table.answers + 2);
+                               return std::vector<std::shared_ptr<Memory>>(table.answers,
+                                                                           table.answers + 2);
                              })
       .def_property_readonly("weights", [](const Table& table) {
         return std::vector<std::shared_ptr<Memory>>(table.weights, table.weights + 2);
@@ -130,11 +136,13 @@ void bind_server(py::module_& m) {
       .def_readonly("job", &JobEvent::job)
       .def_readonly("rank", &JobEvent::rank)
       .def_readonly("text", &JobEvent::text)
-      .def_property_readonly("code", [](const JobEvent& event) { return static_cast<int>(event.code); });
+      .def_property_readonly("code",
+                             [](const JobEvent& event) { return static_cast<int>(event.code); });
   py::class_<Server>(m, "Server")
       .def(py::init<int>(), py::arg("cores"))
       .def("add_job", &Server::add_job, py::arg("job"), py::arg("workers"), Unlocked())
-      .def("add_table", &Server::add_table, py::arg("job"), py::arg("info"), py::arg("workers"), Unlocked())
+      .def("add_table", &Server::add_table, py::arg("job"), py::arg("info"), py::arg("workers"),
+           Unlocked())
       .def("drop_table", &Server::drop_table, py::arg("job"), py::arg("table"), Unlocked())
       .def("drop_job", &Server::drop_job, py::arg("job"), Unlocked())
       .def("close_events", &Server::close_events)
@@ -149,9 +157,10 @@ void bind_server(py::module_& m) {
           py::arg("max_payload"), Unlocked())
       .def(
           "attach_shm",
-          [](Server& server, uint32_t job, int rank, int core, int socket, int memory, int peer_bell,
-             size_t max_payload) {
-            server.attach(job, rank, core, make_shm_lane(socket, memory, peer_bell, true, max_payload));
+          [](Server& server, uint32_t job, int rank, int core, int socket, int memory,
+             int peer_bell, size_t max_payload) {
+            server.attach(job, rank, core,
+                          make_shm_lane(socket, memory, peer_bell, true, max_payload));
           },
           py::arg("job"), py::arg("rank"), py::arg("core"), py::arg("socket"), py::arg("memory"),
           py::arg("peer_bell"), py::arg("max_payload"), Unlocked())
@@ -195,7 +204,8 @@ void bind_client(py::module_& m) {
           py::arg("core"), py::arg("fd"), py::arg("options"), py::arg("max_payload"), Unlocked())
       .def(
           "attach_shm",
-          [](PboxClient& client, int core, int socket, int memory, int peer_bell, size_t max_payload) {
+          [](PboxClient& client, int core, int socket, int memory, int peer_bell,
+             size_t max_payload) {
             client.attach(core, make_shm_lane(socket, memory, peer_bell, false, max_payload));
           },
           py::arg("core"), py::arg("socket"), py::arg("memory"), py::arg("peer_bell"),
@@ -204,7 +214,8 @@ void bind_client(py::module_& m) {
       .def("drop", &PboxClient::drop, py::arg("table"), Unlocked())
       .def(
           "push",
-          [](PboxClient& client, uint32_t table, uint32_t key, int flags, const Array<uint8_t>& memory) {
+          [](PboxClient& client, uint32_t table, uint32_t key, int flags,
+             const Array<uint8_t>& memory) {
             std::byte* data = bytes_of(memory);
             const py::gil_scoped_release release;
             client.push(table, key, static_cast<uint8_t>(flags), data);
@@ -222,12 +233,14 @@ void bind_client(py::module_& m) {
           "set_hyper",
           [](PboxClient& client, uint32_t group, double lr, double momentum, double dampening,
              double weight_decay, bool nesterov, bool maximize) {
-            client.set_hyper(group, make_hyper(lr, momentum, dampening, weight_decay, nesterov, maximize));
+            client.set_hyper(group,
+                             make_hyper(lr, momentum, dampening, weight_decay, nesterov, maximize));
           },
           py::arg("group"), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
           py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"), Unlocked())
       .def("done", &PboxClient::done, py::arg("table"), py::arg("key"), Unlocked())
-      .def("wait", &PboxClient::wait, py::arg("table"), py::arg("key"), py::arg("timeout_s"), Unlocked())
+      .def("wait", &PboxClient::wait, py::arg("table"), py::arg("key"), py::arg("timeout_s"),
+           Unlocked())
       .def(
           "fail",
           [](PboxClient& client, int code, int rank, const std::string& text) {

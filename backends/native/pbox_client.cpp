@@ -53,7 +53,8 @@ void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
 void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers) {
   info.check();
   if (answers.size() != (info.shared_answers ? 2u : 0u))
-    throw Error(ErrorCode::internal, "[pbox] expected two answer memories of a table that shares them");
+    throw Error(ErrorCode::internal,
+                "[pbox] expected two answer memories of a table that shares them");
   const auto guard = engine_.lock();
   throw_if_failed();
   for (const ChunkInfo& chunk : info.chunks)
@@ -64,7 +65,8 @@ void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answer
   shard->pending.resize(info.chunks.size());
   for (const ChunkInfo& chunk : info.chunks) {
     auto& cores = shard->keys[chunk.key].cores;
-    if (std::find(cores.begin(), cores.end(), chunk.core) == cores.end()) cores.push_back(chunk.core);
+    if (std::find(cores.begin(), cores.end(), chunk.core) == cores.end())
+      cores.push_back(chunk.core);
   }
   shard->info = std::move(info);
   shard->answers = std::move(answers);
@@ -121,8 +123,10 @@ void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* me
   if (!target.info.keys[key].chunks) return;  // no elements: nothing to exchange
   state.memory = memory;
   state.pulling = false;
-  if (target.info.arena) send_key(target, key, flags);
-  else send_chunks(target, key, FrameKind::push, flags);
+  if (target.info.arena)
+    send_key(target, key, flags);
+  else
+    send_chunks(target, key, FrameKind::push, flags);
   if (!(flags & flag::no_grad)) pushed_ += target.info.keys[key].bytes;
   started(target);
 }
@@ -131,7 +135,8 @@ void PboxClient::pull(uint32_t table, uint32_t key, std::byte* memory) {
   const auto guard = engine_.lock();
   Shard& target = shard(table);
   if (!target.info.server || target.info.arena)
-    throw Error(ErrorCode::config, "[pbox] only keys with a server optimizer over lanes can be pulled alone");
+    throw Error(ErrorCode::config,
+                "[pbox] only keys with a server optimizer over lanes can be pulled alone");
   Key& state = startable(target, key);
   if (!target.info.keys[key].chunks) return;
   state.memory = memory;
@@ -147,19 +152,24 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
   const bool payload = kind == FrameKind::push && !(flags & flag::no_grad);
   for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index) {
     const ChunkInfo& chunk = info.chunks[index];
-    const Header header{kind, flags, static_cast<uint16_t>(rank_), info.first_chunk + index, state.step,
+    const Header header{kind,
+                        flags,
+                        static_cast<uint16_t>(rank_),
+                        info.first_chunk + index,
+                        state.step,
                         payload ? chunk.bytes : 0};
     target.pending[index] = 1;
     ++state.outstanding;
     outstanding_[chunk.core] += answer_bytes(target, *lanes_[chunk.core], index);
-    lanes_[chunk.core]->send(header, payload ? state.memory + (chunk.offset - range.offset) : nullptr);
+    lanes_[chunk.core]->send(header,
+                             payload ? state.memory + (chunk.offset - range.offset) : nullptr);
   }
 }
 
 void PboxClient::send_key(Shard& target, uint32_t key, uint8_t flags) {
   Key& state = target.keys[key];
   for (const uint16_t core : state.cores) {
-    const Header header{FrameKind::push_key, flags, static_cast<uint16_t>(rank_),
+    const Header header{FrameKind::push_key,         flags,      static_cast<uint16_t>(rank_),
                         target.info.first_key + key, state.step, 0};
     ++state.outstanding;
     outstanding_[core] += lanes_[core]->footprint(0);
@@ -170,7 +180,8 @@ void PboxClient::send_key(Shard& target, uint32_t key, uint8_t flags) {
 void PboxClient::started(Shard& target) {
   ++target.outstanding;
   ++outstanding_keys_;
-  const bool queued = std::any_of(lanes_.begin(), lanes_.end(), [](Lane* lane) { return lane && !lane->idle(); });
+  const bool queued =
+      std::any_of(lanes_.begin(), lanes_.end(), [](Lane* lane) { return lane && !lane->idle(); });
   const size_t to_come = std::accumulate(outstanding_.begin(), outstanding_.end(), size_t{0});
   if (!driven_ && (queued || to_come > kDriveBytes)) {
     driven_ = true;
@@ -195,7 +206,8 @@ std::byte* PboxClient::destination(Lane&, const Header& header) {
   const uint32_t index = header.id - target->info.first_chunk;
   const ChunkInfo& chunk = target->info.chunks[index];
   if (!target->pending[index] || header.length != chunk.bytes)
-    throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+    throw Error(ErrorCode::protocol,
+                "[pbox] the server's answer does not fit chunk " + std::to_string(index));
   if (target->dropped) return nullptr;
   return target->keys[chunk.key].memory + (chunk.offset - target->info.keys[chunk.key].offset);
 }
@@ -206,7 +218,8 @@ void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payloa
     return engine_.completed();
   }
   if (header.kind == FrameKind::bye) return;
-  if (header.kind != FrameKind::result) throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
+  if (header.kind != FrameKind::result)
+    throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
   if (header.flags & flag::arena) {
     Shard* target = by_key(header.id);
     if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown key");
@@ -223,11 +236,12 @@ void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payloa
 void PboxClient::copy_answer(Shard& target, uint32_t index, const Header& header) {
   const ChunkInfo& chunk = target.info.chunks[index];
   if (!target.pending[index] || !target.info.shared_answers || !(header.flags & flag::in_answer))
-    throw Error(ErrorCode::protocol, "[pbox] the server's answer does not fit chunk " + std::to_string(index));
+    throw Error(ErrorCode::protocol,
+                "[pbox] the server's answer does not fit chunk " + std::to_string(index));
   if (target.dropped) return;
   const std::byte* answer = target.answers[header.step % 2]->data() + chunk.offset;
-  std::memcpy(target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset), answer,
-              chunk.bytes);
+  std::memcpy(target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset),
+              answer, chunk.bytes);
 }
 
 size_t PboxClient::answer_bytes(const Shard& target, const Lane& lane, uint32_t index) const {
@@ -236,7 +250,8 @@ size_t PboxClient::answer_bytes(const Shard& target, const Lane& lane, uint32_t 
 
 void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes) {
   Key& state = target.keys[key];
-  if (!state.outstanding) throw Error(ErrorCode::protocol, "[pbox] the server answered a key twice");
+  if (!state.outstanding)
+    throw Error(ErrorCode::protocol, "[pbox] the server answered a key twice");
   outstanding_[reinterpret_cast<size_t>(lane.owner)] -= bytes;
   if (--state.outstanding) return;
   if (!state.pulling) ++state.step;
@@ -275,7 +290,9 @@ void PboxClient::close() {
     if (lane && !lane->is_closed()) lane->send_copy(header, cause.data());
   engine_.progress_once();
   remove_lanes();
-  if (!failed_) failed_ = Error(ErrorCode::config, "[pbox] rank " + std::to_string(rank_) + " has left the job");
+  if (!failed_)
+    failed_ =
+        Error(ErrorCode::config, "[pbox] rank " + std::to_string(rank_) + " has left the job");
   engine_.completed();
   engine_.progress_once();
 }
@@ -293,10 +310,12 @@ bool PboxClient::done(uint32_t table, uint32_t key) {
 
 void PboxClient::set_expectations(const Shard& target, uint32_t key) {
   // Only when all that is under way is waited for is it known how much must come first.
-  const bool all = target.outstanding == outstanding_keys_ && (key == kAllKeys || outstanding_keys_ == 1);
+  const bool all =
+      target.outstanding == outstanding_keys_ && (key == kAllKeys || outstanding_keys_ == 1);
   for (size_t core = 0; core < lanes_.size(); ++core)
     if (lanes_[core])
-      engine_.expect(*lanes_[core], all ? std::clamp<size_t>(outstanding_[core], 1, kWakeBytes) : 1);
+      engine_.expect(*lanes_[core],
+                     all ? std::clamp<size_t>(outstanding_[core], 1, kWakeBytes) : 1);
 }
 
 bool PboxClient::wait(uint32_t table, uint32_t key, double timeout_s) {

@@ -5,7 +5,8 @@
 namespace phub {
 
 Server::Server(int cores) {
-  for (int index = 0; index < cores; ++index) cores_.push_back(std::make_unique<Core>(index, events_));
+  for (int index = 0; index < cores; ++index)
+    cores_.push_back(std::make_unique<Core>(index, events_));
 }
 
 void Server::add_job(uint32_t id, int workers) {
@@ -26,7 +27,9 @@ void Server::drop_table(uint32_t job, uint32_t table) {
 }
 
 void Server::attach(uint32_t job, int rank, int core, std::unique_ptr<Lane> lane) {
-  cores_.at(static_cast<size_t>(core))->call([&](Core& c) { c.attach(job, rank, std::move(lane)); });
+  cores_.at(static_cast<size_t>(core))->call([&](Core& c) {
+    c.attach(job, rank, std::move(lane));
+  });
 }
 
 void Server::fail_job(uint32_t job, const Error& error) {

@@ -12,10 +12,12 @@ void TableInfo::check() const {
   for (const KeyInfo& key : keys) {
     if (static_cast<int>(key.dtype) >= kDTypes) refuse("unknown dtype");
     if (key.offset + key.bytes > bytes || key.offset % 64) refuse("a key is outside of the arena");
-    if (size_t{key.first_chunk} + key.chunks > chunks.size()) refuse("a key's chunks are not there");
+    if (size_t{key.first_chunk} + key.chunks > chunks.size())
+      refuse("a key's chunks are not there");
     if (server && key.dtype > DType::bf16) refuse("an optimizer needs floating-point keys");
   }
-  if (shared_answers && (arena || server)) refuse("answers are shared where gradients are only reduced");
+  if (shared_answers && (arena || server))
+    refuse("answers are shared where gradients are only reduced");
   for (const ChunkInfo& chunk : chunks) {
     if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
     const KeyInfo& key = keys[chunk.key];
@@ -28,10 +30,12 @@ void TableInfo::check() const {
 Table::Table(TableInfo table, int workers) : info(std::move(table)) {
   info.check();
   const auto& keys = info.keys;
-  const bool narrow = std::any_of(keys.begin(), keys.end(), [](auto& k) { return is_16bit(k.dtype); });
+  const bool narrow =
+      std::any_of(keys.begin(), keys.end(), [](auto& k) { return is_16bit(k.dtype); });
   wide = narrow ? 2 : 1;
   if (info.arena)
-    for (int rank = 0; rank < workers; ++rank) arenas.push_back(Memory::shared(info.bytes, Memory::Access::read_write));
+    for (int rank = 0; rank < workers; ++rank)
+      arenas.push_back(Memory::shared(info.bytes, Memory::Access::read_write));
   if (info.server) {
     momentum = Memory::anonymous(info.bytes * wide);
     if (!info.shared || narrow) master = Memory::anonymous(info.bytes * wide);
@@ -42,7 +46,8 @@ Table::Table(TableInfo table, int workers) : info(std::move(table)) {
   if (info.server || narrow) sums = Memory::anonymous(info.bytes * wide);
   if (!info.server || narrow)
     for (auto& buffer : answers)
-      buffer = info.shared_answers ? Memory::shared(info.bytes, Memory::Access::read_only) : Memory::anonymous(info.bytes);
+      buffer = info.shared_answers ? Memory::shared(info.bytes, Memory::Access::read_only)
+                                   : Memory::anonymous(info.bytes);
 }
 
 }  // namespace phub
