@@ -133,6 +133,8 @@ def _kill_the_rest() -> None:
 def _follow(events: BinaryIO, job: Job) -> int:
     """Tell the user what the supervisor reports, until it is done; the job's exit code."""
     for line in events:
+        if not line.endswith(b"\n"):
+            break  # it was killed in mid-sentence
         event = json.loads(line)
         if event["event"] == "end":
             return int(event["code"])

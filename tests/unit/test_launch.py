@@ -6,6 +6,7 @@ import array
 import contextlib
 import fcntl
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -76,6 +77,21 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def processes_of(launcher: subprocess.Popen[str], role: str) -> list[int]:
+    """Those of a job that are "phubrun", "supervisor" or "worker": none while not yet up."""
+    found = [launcher.pid]
+    for _ in range(["phubrun", "supervisor", "worker"].index(role)):
+        found = [child for pid in found for child in children(pid)]
+    return found
 
 
 WHO = """
@@ -187,10 +203,32 @@ def start_busy_job(launcher: Launcher) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("victim", ["phubrun", "supervisor"])
 def test_nothing_is_left_after_sigkill(launcher: Launcher, victim: str) -> None:
     process = start_busy_job(launcher)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(process.pid if victim == "phubrun" else int(children[0]), signal.SIGKILL)
+    os.kill(processes_of(process, victim)[0], signal.SIGKILL)
     until(lambda: not launcher.alive())
     assert process.wait(20) == (-signal.SIGKILL if victim == "phubrun" else 1)
+
+
+CHAOS_ROUNDS = 20 if os.environ.get("PHUB_TEST_LONG") else 3
+FORKING = WHO.replace(
+    "with rendezvous:",
+    "import multiprocessing, time\n"
+    "helper = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+    "helper.start()\n"
+    "with rendezvous:\n    rendezvous.get('never', timeout=60)",
+)
+
+
+@pytest.mark.parametrize("round_", range(CHAOS_ROUNDS))
+@pytest.mark.parametrize("victim", ["phubrun", "supervisor", "worker"])
+def test_nothing_is_left_after_sigkill_at_any_moment(
+    launcher: Launcher, victim: str, round_: int
+) -> None:
+    process = launcher.start("-np", "3", *QUICK, PYTHON, "-c", FORKING)
+    time.sleep(random.Random(f"{victim} {round_}").uniform(0, 0.8))
+    until(lambda: bool(processes_of(process, victim)))
+    os.kill(processes_of(process, victim)[-1], signal.SIGKILL)
+    until(lambda: not launcher.alive())
+    assert process.wait(20) != 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
