@@ -14,6 +14,7 @@ in the same way; then the channel serves the new shape.
 from __future__ import annotations
 
 import abc
+import secrets
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
@@ -157,6 +158,7 @@ class ChannelBackend(Backend):
 
     Attributes:
         max_channels: names beyond so many are announced at every use.
+        label: equal on all ranks, unique in the job.
         lock: guards all that changes in here and in the works.
     """
 
@@ -174,8 +176,11 @@ class ChannelBackend(Backend):
         self._lost = False
         self._closed = False
         self._opened = 0
+        # Rank 0's choice; the next backend of this name in the same job has another one.
+        labels = context.rendezvous.all_gather(self.name, secrets.token_hex(4).encode())
+        self.label = f"{self.name}.{labels[0].decode()}"
         self._shared = self._next_channel()
-        self._agreement = Agreement(context, self.name, self)
+        self._agreement = Agreement(context, self.label, self)
 
     @abc.abstractmethod
     def open_channel(self, number: int) -> Channel:

@@ -60,7 +60,7 @@ class GlooBackend(ChannelBackend):
         options._threads = 1  # on the shared channel too: its operations have one order anyway
         options._timeout = timedelta(seconds=context.config.timeout)
         try:
-            store = _store(context, f"gloo/{number}/")
+            store = _store(context, f"{self.label}/{number}/")
             group = ProcessGroupGloo(store, context.rank, context.size, options)
         except PhubError:
             raise

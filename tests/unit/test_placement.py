@@ -67,7 +67,7 @@ def test_chunks_cover_every_byte_of_every_key_once(
     assert not covered.any(), "padding between keys belongs to no chunk"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 60), max_size=7), bins=st.integers(1, 3))
 def test_partition_keeps_the_bound(sizes: list[int], bins: int) -> None:
     array = np.array(sizes, np.int64)

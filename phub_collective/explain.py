@@ -1,0 +1,109 @@
+"""`phub explain`: the decision table and why, printed by rank 0 of a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from math import inf
+
+from phub_collective.config import Config
+from phub_collective.costmodel import Curve
+from phub_collective.identity import identify
+from phub_collective.probe import SIZES
+from phub_collective.rules import UNITS
+from phub_collective.selector import Selector
+from phub_collective.session import Session
+
+
+def run(args: argparse.Namespace) -> int:
+    """In a job: take part and let rank 0 print. Outside of one: start a job that does so."""
+    if args.np > 1 and identify(os.environ).launcher == "single":
+        return _start_job(args)
+    config = Config.from_environment(backend=args.backend, lane=args.lane)
+    with Session.open(config) as session:
+        session.prepare(args.fresh)
+        if session.rank == 0:
+            print("\n".join(report(session.selector, session.size, session.local_size, config)))
+    return 0
+
+
+def _start_job(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "phub_collective", "explain"]
+    for flag, value in (("--backend", args.backend), ("--lane", args.lane)):
+        command += [flag, value] if value else []
+    command += ["--fresh"] if args.fresh else []
+    launcher = [sys.executable, "-m", "phub_collective.launch.cli", "-np", str(args.np)]
+    with subprocess.Popen([*launcher, *command], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            print(line.removeprefix("[0]<stdout>:"), end="")
+    return job.returncode
+
+
+def report(selector: Selector, size: int, local_size: int, config: Config) -> Iterator[str]:
+    """The lines to print."""
+    table, rules = selector.table, selector.rules
+    yield f"# {size} ranks, {local_size} on this host, lane {config.lane}"
+    yield f"# PHUB_BACKEND={rules.text}"
+    yield from _rules(selector)
+    if not rules.uses_auto:
+        return
+    yield f"# predictions: {table.source}"
+    if table.curves:
+        yield ""
+        yield from _parameters(table.curves)
+        yield ""
+        yield from _times(selector)
+    yield ""
+    for name, reason in table.reasons.items():
+        yield f"not a candidate: {name}: {reason}"
+
+
+def _rules(selector: Selector) -> Iterator[str]:
+    """Which backend from which size on."""
+    firsts = {0, *(first for first, _ in selector.table.rows)}
+    for rule in selector.rules.rules:
+        firsts |= {rule.begin, 0 if rule.end is None else rule.end}
+    rows: list[tuple[int, str]] = []
+    for first in sorted(firsts):
+        if not rows or rows[-1][1] != selector.choose(first):
+            rows.append((first, selector.choose(first)))
+    ends = [*(first for first, _ in rows[1:]), None]
+    yield f"{'from':>12} {'to below':>12}  backend"
+    for (first, name), end in zip(rows, ends, strict=True):
+        yield f"{size_text(first):>12} {size_text(end) if end else 'any':>12}  {name}"
+
+
+def _parameters(curves: Mapping[str, Curve]) -> Iterator[str]:
+    yield f"{'fitted to the probe':<20} {'latency/round':>14} {'bandwidth':>12}  measured"
+    for name, curve in curves.items():
+        bandwidth = curve.parameters.bandwidth
+        flow = "-" if bandwidth == inf else f"{bandwidth / 1e9:.2f} GB/s"
+        points = ", ".join(f"{size_text(n)} {time_text(s)}" for n, s in curve.points)
+        yield f"{name:<20} {time_text(curve.parameters.latency):>14} {flow:>12}  {points}"
+
+
+def _times(selector: Selector) -> Iterator[str]:
+    """Predicted time of each candidate, at the probed sizes and between and above them."""
+    curves = selector.table.curves
+    yield f"{'predicted':>12}" + "".join(f"{name:>18}" for name in curves) + "  chosen"
+    for nbytes in sorted({*SIZES, 25 << 20, 100 << 20}):
+        times = "".join(f"{time_text(curve.seconds(nbytes)):>18}" for curve in curves.values())
+        yield f"{size_text(nbytes):>12}{times}  {selector.choose(nbytes)}"
+
+
+def size_text(nbytes: int) -> str:
+    """ "64 KiB": in the largest unit that is not below 1."""
+    name, unit = next((n, u) for n, u in reversed(UNITS.items()) if n and (nbytes >= u or u == 1))
+    return f"{nbytes / unit:.4g} {name}"
+
+
+def time_text(seconds: float) -> str:
+    """ "12.3 us", "4.5 ms" or "1.2 s"."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

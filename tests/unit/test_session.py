@@ -1,0 +1,117 @@
+"""A session: one rank's backends, and which of them gets an operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeModule, install, some_bytes
+from ranks import run_threads
+
+from phub_collective.backends.base import (
+    Buffer,
+    Context,
+    DType,
+    ExchangeSpec,
+    Key,
+    Kind,
+    Operation,
+)
+from phub_collective.errors import ConfigError, PhubError
+from phub_collective.session import Session
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, FakeModule]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = {
+        "pbox": FakeModule("pbox", 10e-3, 1e15),
+        "ring": FakeModule("ring", 1e-3, 1e9),
+        "gloo": FakeModule("gloo", 50e-3, 1e9),
+    }
+    install(monkeypatch, *made.values())
+    return made
+
+
+def operation(name: str, nbytes: int) -> Operation:
+    return Operation(Kind.ALLREDUCE, name, Buffer.of(some_bytes(nbytes)))
+
+
+def test_operations_go_to_the_backend_for_their_size() -> None:
+    def body(context: Context) -> None:
+        with Session(context) as session:
+            session.submit(operation("small", 100)).wait()
+            session.submit(operation("large", 70_000)).wait()
+            session.submit(Operation(Kind.BARRIER, "barrier")).wait()
+            made: Any = {name: session.backend(name) for name in ("ring", "pbox")}
+            assert made["ring"].submitted == ["small", "barrier"]
+            assert made["pbox"].submitted == ["large"]
+
+    run_threads(2, body, backend="ring:<64KiB,pbox")
+
+
+def test_a_name_stays_with_its_first_backend() -> None:
+    def body(context: Context) -> None:
+        with Session(context) as session:
+            for nbytes in (100, 70_000):
+                session.submit(operation("changing", nbytes)).wait()
+            ring: Any = session.backend("ring")
+            assert ring.submitted == ["changing", "changing"]
+
+    run_threads(2, body, backend="ring:<64KiB,pbox")
+
+
+def test_candidates_that_are_not_chosen_are_closed(modules: dict[str, FakeModule]) -> None:
+    def body(context: Context) -> None:
+        with Session(context) as session:
+            session.prepare()
+            context.rendezvous.all_gather("prepared", b"")
+            assert session.choose(0).name == "ring"
+            assert session.choose(1 << 30).name == "pbox"
+            assert all(backend.closed for backend in modules["gloo"].made)
+            assert not any(backend.closed for backend in modules["ring"].made)
+            context.rendezvous.all_gather("looked", b"")
+
+    run_threads(2, body)
+    assert len(modules["gloo"].made) == 2
+    assert all(backend.closed for module in modules.values() for backend in module.made)
+
+
+def test_the_servers_optimizer_needs_a_backend_that_has_one() -> None:
+    def body(context: Context) -> str:
+        with Session(context) as session:
+            return session.choose(100, server_optimizer=True).name
+
+    assert run_threads(2, body) == ["pbox", "pbox"]
+    with pytest.raises(ConfigError, match=r"PHUB_BACKEND='ring' runs the optimizer.*allow pbox"):
+        run_threads(2, body, backend="ring")
+
+
+def test_an_exchange_goes_to_the_backend_for_the_model() -> None:
+    def body(context: Context) -> list[str]:
+        keys = [Key("w", (30_000,), DType.FLOAT32)]
+        with Session(context) as session:
+            chosen = session.open_exchange(ExchangeSpec("chosen", keys))
+            named = session.open_exchange(ExchangeSpec("named", keys), "gloo")
+            return [exchange._backend.name for exchange in (chosen, named)]  # type: ignore[attr-defined]
+
+    assert run_threads(2, body, backend="ring:<64KiB,pbox") == [["pbox", "gloo"]] * 2
+
+
+def test_a_closed_session_says_so() -> None:
+    def body(context: Context) -> None:
+        session = Session(context)
+        session.close()
+        session.close()
+        with pytest.raises(PhubError, match="after close"):
+            session.submit(operation("late", 4))
+
+    run_threads(2, body)
+
+
+def test_open_alone() -> None:
+    with Session.open(backend="ring") as session:
+        assert (session.rank, session.size) == (0, 1)
+        assert (session.local_rank, session.local_size) == (0, 1)
+        assert session.choose(5).name == "ring"
