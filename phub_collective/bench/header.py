@@ -13,6 +13,7 @@ import numpy as np
 
 from phub_collective.bench.plan import Plan
 from phub_collective.config import Config
+from phub_collective.identity import identify
 
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -59,6 +60,7 @@ def worker_facts(plan: Plan, config: Config) -> dict[str, Any]:
         "congestion_lanes": config.congestion or "first of cubic, reno, the default",
         "shmem_huge_pages": read(THP / "shmem_enabled"),
         "reserved_huge_pages": read(Path("/proc/sys/vm/nr_hugepages")),
+        "launcher": identify(os.environ).launcher,
         "lane": plan.lane,
         "warmup": plan.warmup,
         "chunk_bytes": config.chunk_bytes,

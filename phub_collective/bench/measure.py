@@ -105,12 +105,13 @@ def measure(
     watch.run(iterations)
     mine = json.dumps([asdict(record) for record in watch.records]).encode()
     ranks = [json.loads(one) for one in rendezvous.all_gather("bench/records", mine)]
-    watch.close()
-    gate.pause()
-    return [
+    rows = [
         _row(subject, [Record(**rank[index]) for rank in ranks])
         for index, subject in enumerate(subjects)
     ]
+    watch.close()
+    gate.pause()
+    return rows
 
 
 def _row(subject: Subject, records: Sequence[Record]) -> dict[str, Any]:

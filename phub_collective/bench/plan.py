@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from phub_collective import rules
 from phub_collective.backends.base import DType, Key
 from phub_collective.errors import ConfigError
 from phub_collective.models import model_keys
 
 MODES = ("allreduce", "server-optimizer", "shared-model")
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class Plan:
         iterations: timed iterations of each row; 0: by size, see `Workload.iterations`.
         per_key: one operation per key of a model, not one for the whole model.
         overlap: buckets of PHUB_BUCKET_BYTES in flight together, not the whole model at once.
+        registered: (mode allreduce) measure the registered exchange, too.
+        choose: let the selector measure, and note which backend it chooses for each workload.
     """
 
     backends: list[str]
@@ -38,6 +39,8 @@ class Plan:
     warmup: int = 3
     per_key: bool = False
     overlap: bool = True
+    registered: bool = True
+    choose: bool = False
     timeout: float = 120.0
 
     def save(self, path: Path) -> None:
@@ -95,15 +98,17 @@ class Workload:
 
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as "32KiB", "1MiB" or "4096"."""
-    match = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB|)", text)
-    if not match:
-        raise ConfigError(f"[bench] {text!r}: expected a size such as 32KiB, 1MiB, 25MiB or 4096")
-    return int(match[1]) * UNITS[match[2]]
+    try:
+        return rules.size(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"[bench] {error}; expected a size such as 32KiB, 1MiB, 25MiB or 4096"
+        ) from None
 
 
 def format_bytes(nbytes: int) -> str:
     """The size with the largest unit that divides it, else plain bytes."""
     for unit in ("GiB", "MiB", "KiB"):
-        if nbytes and nbytes % UNITS[unit] == 0:
-            return f"{nbytes // UNITS[unit]}{unit}"
+        if nbytes and nbytes % rules.UNITS[unit] == 0:
+            return f"{nbytes // rules.UNITS[unit]}{unit}"
     return str(nbytes)

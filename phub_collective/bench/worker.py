@@ -11,14 +11,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phub_collective import backends
-from phub_collective.backends.base import Backend, Context
+from phub_collective.backends import names
+from phub_collective.backends.base import Backend
 from phub_collective.bench.bandwidth import bandwidth, copy_seconds, floor_seconds
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.header import lane_of, worker_facts
@@ -34,40 +34,48 @@ from phub_collective.bench.subjects import (
     WorkerOptimizer,
     WorkerSgd,
 )
-from phub_collective.config import Config
-from phub_collective.topology import connect
+from phub_collective.rules import AUTO
+from phub_collective.session import Session
 
 
 class Runner:
     """Runs a plan on one rank. All ranks make the same calls in the same order."""
 
-    def __init__(self, plan: Plan, context: Context, folder: Path) -> None:
-        self._plan, self._context, self._folder = plan, context, folder
-        self._gate = Gate(folder, context.rendezvous, plan.timeout)
+    def __init__(self, plan: Plan, session: Session, folder: Path) -> None:
+        self._plan, self._session, self._folder = plan, session, folder
+        self._rank, self._rendezvous = session.rank, session.context.rendezvous
+        self._gate = Gate(folder, self._rendezvous, plan.timeout)
         self._backends: list[Backend] = []
 
     def run(self) -> dict[str, Any]:
-        """Connect everything, measure all workloads, disconnect; header facts and rows."""
-        for name in self._plan.backends:
+        """Connect everything and measure all workloads; header facts and rows."""
+        plan = self._plan
+        for name in plan.backends:
             self._progress(f"connecting {name}")
-            with naming(f"backend {name!r}", "connecting", self._context.rank):
-                self._backends.append(backends.create(name, self._context))
+            with naming(f"backend {name!r}", "connecting", self._rank):
+                self._backends.append(self._session.backend(name))
         copying = self._copy_bandwidth()
+        workloads = [Workload.of(plan, name) for name in plan.workloads]
+        header = worker_facts(plan, self._session.config) | {"copy_GBps": copying / 1e9}
+        if plan.choose:
+            header["choices"] = self._choices(workloads)
         rows = [
             {**row, **self._judge(row, copying)}
-            for workload in self._plan.workloads
-            for row in self._rows(Workload.of(self._plan, workload))
+            for workload in workloads
+            for row in self._rows(workload)
         ]
-        for backend in self._backends:
-            with naming(f"backend {backend.name!r}", "disconnecting", self._context.rank):
-                backend.close()
         self._gate.close()
-        facts = worker_facts(self._plan, self._context.config)
-        return {"header": {**facts, "copy_GBps": copying / 1e9}, "rows": rows}
+        return {"header": header, "rows": rows}
+
+    def _choices(self, workloads: Sequence[Workload]) -> dict[int, str]:
+        """What the selector, measuring anew, would use for each size in bytes."""
+        self._progress("selector")
+        self._session.prepare(fresh=True)
+        return {w.nbytes: self._session.choose(w.nbytes).name for w in workloads}
 
     def _copy_bandwidth(self) -> float:
-        mine = copy_seconds(self._gate, self._context.rank)
-        gathered = self._context.rendezvous.all_gather("bench/copy", json.dumps(mine).encode())
+        mine = copy_seconds(self._gate, self._rank)
+        gathered = self._rendezvous.all_gather("bench/copy", json.dumps(mine).encode())
         return bandwidth([json.loads(one) for one in gathered])
 
     def _judge(self, row: dict[str, Any], copying: float) -> dict[str, Any]:
@@ -79,19 +87,18 @@ class Runner:
 
     def _rows(self, workload: Workload) -> list[dict[str, Any]]:
         plan, rows = self._plan, []
-        numbers = Pattern(self._context.size, workload.dtype, workload.count)
+        numbers = Pattern(self._session.size, workload.dtype, workload.count)
         for mode, subjects in self._groups(workload, numbers):
             what = workload.model or format_bytes(workload.nbytes)
             self._progress(f"{mode} {what}: {', '.join(s.backend.name for s in subjects)}")
             iterations = workload.iterations(plan.iterations)
-            rendezvous = self._context.rendezvous
-            rows += measure(subjects, self._gate, rendezvous, plan.warmup, iterations)
+            rows += measure(subjects, self._gate, self._rendezvous, plan.warmup, iterations)
         return rows
 
     def _groups(self, workload: Workload, numbers: Pattern) -> Iterator[tuple[str, list[Subject]]]:
         """The subjects that are measured side by side. One group holds its memory at a time, and
         a worker's private tensors are the same ones for every backend."""
-        plan, config = self._plan, self._context.config
+        plan, config = self._plan, self._session.config
         bucket = config.bucket_bytes if plan.overlap else 2 * workload.nbytes + (1 << 20)
         if plan.mode != "allreduce":
             sgd = WorkerSgd(workload)
@@ -116,13 +123,15 @@ class Runner:
             ],
         )
         del tensor
+        if not plan.registered:
+            return
         yield (
             "allreduce-arena",
             [ArenaAllreduce(backend, workload, numbers, bucket) for backend in self._backends],
         )
 
     def _progress(self, text: str) -> None:
-        if self._context.rank == 0:
+        if self._rank == 0:
             temporary = self._folder / "progress.new"
             temporary.write_text(text)
             temporary.rename(self._folder / "progress.txt")
@@ -130,21 +139,13 @@ class Runner:
 
 def work(folder: Path) -> None:
     plan = Plan.load(folder / "plan.json")
-    config = Config.from_environment(lane=plan.lane)
-    identity, rendezvous = connect(config)
-    context = Context(
-        identity.rank,
-        identity.size,
-        identity.local_rank,
-        identity.local_size,
-        rendezvous,
-        config,
-    )
-    results = Runner(plan, context, folder).run()
-    if context.rank == 0:
-        results["header"]["launcher"] = identity.launcher
+    others = [name for name in names() if name not in plan.backends]
+    rules = f"^{','.join(others)}" if others else AUTO
+    session = Session.open(lane=plan.lane, backend=rules)
+    results = Runner(plan, session, folder).run()
+    if session.rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
-    rendezvous.close()
+    session.close()
 
 
 def main() -> None:
@@ -153,8 +154,9 @@ def main() -> None:
         work(folder)
     except Exception as error:
         traceback.print_exc()
-        report = {"at": time.monotonic(), "message": str(error)}
-        (folder / f"error-{os.getpid()}.json").write_text(json.dumps(report))
+        # Before anything is closed, which the other ranks would report as their error.
+        record = {"at": time.monotonic(), "message": str(error)}
+        (folder / f"error-{os.getpid()}.json").write_text(json.dumps(record))
         sys.stderr.flush()
         # Not an orderly exit: finalising MPI would wait for ranks that wait for this one.
         os._exit(1)

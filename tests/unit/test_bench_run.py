@@ -21,6 +21,7 @@ ROW_KEYS = {
     "backend", "mode", "lane", "workers", "model", "bytes", "dtype", "iterations", "median_s",
     "min_s", "p90_s", "algbw_GBps", "busbw_GBps", "exchanges_per_s", "wrong",
 }  # fmt: skip
+MODEL = "GoogleNet299"  # the smallest of the paper's with many keys
 DEADLINE = 60  # seconds
 
 
@@ -71,6 +72,15 @@ def test_mpi_brings_its_launcher_and_follows_the_lane(tmp_path: Path) -> None:
         ("mpi", "server-optimizer", "tcp"),
         ("gloo", "server-optimizer", "tcp"),
     ]
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "server-optimizer", "shared-model"])
+def test_a_model_on_the_pbox_in_every_mode(tmp_path: Path, mode: str) -> None:
+    flags = ("--workers", "2", "--backends", "pbox", "--model", MODEL, "--iterations", "5")
+    for row in results(tmp_path / "out.json", *flags, "--mode", mode)["rows"]:
+        assert row["model"] == MODEL
+        assert row["worker_beyond_bytes"] < 64 << 20
+        assert row["server_beyond_bytes"] is not None
 
 
 def test_the_namespace_has_reno(tmp_path: Path) -> None:
