@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from phub_collective.launch.delegate import find_mpirun
+
 PYTHON = sys.executable
 QUICK = ["--grace", "0.3"]
 MARK = "PHUB_TEST_MARK"
@@ -102,13 +104,18 @@ who, rendezvous = connect(Config.from_environment())
 with rendezvous:
     cards = rendezvous.all_gather("card", b"%d" % who.rank)
 assert cards == [b"%d" % rank for rank in range(who.size)]
-assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(who.rank)
 print(f"{who.launcher} {who.rank}/{who.size} {who.local_rank}/{who.local_size}")
 """
+CHECK_TORCH = (
+    WHO
+    + """
+assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(who.rank)
+"""
+)
 
 
 def test_ranks_meet_and_their_output_carries_their_rank(launcher: Launcher) -> None:
-    code, out, err = launcher.run("-np", "3", PYTHON, "-c", WHO)
+    code, out, err = launcher.run("-np", "3", PYTHON, "-c", CHECK_TORCH)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[{r}]<stdout>:phubrun {r}/3 {r}/3" for r in range(3)]
 
@@ -289,3 +296,15 @@ def test_wrong_usage_starts_nothing(launcher: Launcher, arguments: list[str], sa
     assert code == 1
     assert out == ""
     assert said in err
+
+
+def test_several_hosts_are_started_by_mpirun_and_ranks_still_meet(launcher: Launcher) -> None:
+    pytest.importorskip("mpi4py")
+    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+    if "HYDRA" not in version:
+        pytest.skip("only MPICH's mpirun can pretend to reach a host")
+    # Its daemons are forked here instead of being sent to hosts "one" and "two" by ssh.
+    where = ["-np", "3", "-H", "one:2,two:1"]
+    code, out, _ = launcher.run(*where, PYTHON, "-c", WHO, HYDRA_LAUNCHER="fork")
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[{r}] mpirun {r}/3 {r}/3" for r in range(3)]
