@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SHIPPED = (".py", ".pyi", ".json", ".typed")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in a checkout")
 
@@ -33,10 +34,9 @@ def test_a_wheel_holds_each_module_once(tmp_path: Path) -> None:
     assert max(Counter(names).values()) == 1
     for folder in ("phub_collective", "backends", "kernels"):
         inside = "" if folder == "phub_collective" else "phub_collective/"
-        modules = {path for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()}
-        missing = {inside + str(path.relative_to(ROOT)) for path in modules} - set(names)
+        shipped = [p for p in (ROOT / folder).rglob("*") if p.suffix in SHIPPED]
+        missing = {inside + str(path.relative_to(ROOT)) for path in shipped} - set(names)
         assert not missing
-    assert "phub_collective/py.typed" in names
     assert not [name for name in names if name.endswith((".cpp", ".h", ".so"))]
 
 
