@@ -1,5 +1,5 @@
-// SGD, the rule for one element; as torch.optim.SGD. Compiled by g++ into the CPU loops and by
-// nvcc or NVRTC into the CUDA kernels, so it needs no header but the one below.
+// The rule of SGD, as in torch.optim.SGD. Compiled by g++ into the CPU loops and by nvcc or NVRTC
+// into the CUDA kernels, so it needs no header but the one below.
 #pragma once
 
 #include "kernels/host_device.h"
@@ -32,20 +32,25 @@ struct SgdRule {
         first(first),
         maximize(p.maximize) {}
 
-  // Weight decay, and the direction.
-  PHUB_HD T gradient(T gradient, T weight) const {
-    const T signed_gradient = maximize ? -gradient : gradient;
-    return decays ? signed_gradient + weight_decay * weight : signed_gradient;
+  // What follows is for one element (V is T) or for a vector of them.
+
+  // The gradient with weight decay, and with the sign that descends.
+  template <class V>
+  PHUB_HD V direction(V weight, V gradient) const {
+    const V descent = maximize ? -gradient : gradient;
+    return decays ? descent + weight_decay * weight : descent;
   }
 
-  // The new weight without momentum.
-  PHUB_HD T step(T weight, T raw_gradient) const {
-    return weight - lr * gradient(raw_gradient, weight);
+  // The new weight, without momentum.
+  template <class V>
+  PHUB_HD V step(V weight, V gradient) const {
+    return weight - lr * direction(weight, gradient);
   }
 
-  // The new weight; updates `buffer`, the element's momentum.
-  PHUB_HD T step(T weight, T raw_gradient, T& buffer) const {
-    const T g = gradient(raw_gradient, weight);
+  // The new weight; updates `buffer`, its momentum.
+  template <class V>
+  PHUB_HD V step(V weight, V gradient, V& buffer) const {
+    const V g = direction(weight, gradient);
     buffer = first ? g : momentum * buffer + keep * g;
     return weight - lr * (nesterov ? g + momentum * buffer : buffer);
   }

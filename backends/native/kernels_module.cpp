@@ -1,0 +1,166 @@
+// Python bindings of the kernels. Arrays are uint8 views of the memory; types and operations are the
+// numbers of DType and ReduceOp. Mostly for tests; a PBox core calls kernels/cpu.h itself.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "error.h"
+#include "kernels/cpu.h"
+
+namespace py = pybind11;
+using namespace phub;
+
+namespace {
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::config, "[kernels] expected " + text); }
+
+void require_size(const Bytes& array, size_t bytes) {
+  const auto size = static_cast<size_t>(array.size());
+  if (size != bytes) refuse(std::to_string(bytes) + " bytes, got " + std::to_string(size));
+}
+
+const void* input(const Bytes& array, size_t bytes) {
+  require_size(array, bytes);
+  return array.data();
+}
+
+void* output(const Bytes& array, size_t bytes) {
+  require_size(array, bytes);
+  if (!array.writeable()) refuse("a writable array");
+  return const_cast<uint8_t*>(array.data());
+}
+
+std::vector<const void*> inputs(const std::vector<Bytes>& arrays, size_t bytes) {
+  std::vector<const void*> pointers;
+  for (const Bytes& array : arrays) pointers.push_back(input(array, bytes));
+  return pointers;
+}
+
+std::vector<void*> outputs(const std::vector<Bytes>& arrays, size_t bytes) {
+  std::vector<void*> pointers;
+  for (const Bytes& array : arrays) pointers.push_back(output(array, bytes));
+  return pointers;
+}
+
+DType to_dtype(int number) {
+  if (number < 0 || number >= kDTypes) refuse("a DType, got " + std::to_string(number));
+  return static_cast<DType>(number);
+}
+
+ReduceOp to_op(int number) {
+  if (number < 0 || number >= kReduceOps) refuse("a ReduceOp, got " + std::to_string(number));
+  return static_cast<ReduceOp>(number);
+}
+
+Execution make_execution(std::optional<Isa> isa, bool streaming) {
+  return {isa.value_or(best_isa()), streaming ? Stores::streaming : Stores::cached};
+}
+
+void bind_types(py::module_& m) {
+  py::enum_<Isa>(m, "Isa")
+      .value("BASELINE", Isa::baseline)
+      .value("AVX2", Isa::avx2)
+      .value("AVX512", Isa::avx512);
+  m.def("has_isa", &has_isa, py::arg("isa"));
+  m.def("best_isa", &best_isa);
+  py::class_<Scale>(m, "Scale")
+      .def(py::init<double, double, int>(), py::arg("pre") = 1.0, py::arg("post") = 1.0, py::arg("divisor") = 1);
+  py::class_<Execution>(m, "Execution")
+      .def(py::init(&make_execution), py::arg("isa") = py::none(), py::arg("streaming") = false);
+  py::class_<SgdParams>(m, "SgdParams")
+      .def(py::init<double, double, double, double, bool, bool>(), py::arg("lr"), py::arg("momentum") = 0.0,
+           py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("nesterov") = false,
+           py::arg("maximize") = false);
+}
+
+void bind_reductions(py::module_& m) {
+  m.def(
+      "reduce",
+      [](int dtype, int op, const std::vector<Bytes>& outs, const std::vector<Bytes>& in, const Scale& scale,
+         const Execution& execution) {
+        if (in.empty()) refuse("at least one input, got none");
+        const auto bytes = static_cast<size_t>(in[0].size());
+        const auto from = inputs(in, bytes);
+        const auto to = outputs(outs, bytes);
+        const DType t = to_dtype(dtype);
+        const ReduceOp reduction = to_op(op);
+        const py::gil_scoped_release release;
+        reduce(t, reduction, to.data(), static_cast<int>(to.size()), from.data(), static_cast<int>(from.size()),
+               bytes / item_size(t), scale, execution);
+      },
+      py::arg("dtype"), py::arg("op"), py::arg("outs").noconvert(), py::arg("inputs").noconvert(), py::arg("scale") = Scale{},
+      py::arg("execution") = Execution{});
+  m.def(
+      "fold",
+      [](int dtype, int op, const Bytes& acc, const Bytes& in, bool first, const Scale& scale,
+         const Execution& execution) {
+        const DType t = to_dtype(dtype);
+        const size_t count = static_cast<size_t>(in.size()) / item_size(t);
+        fold(t, to_op(op), output(acc, count * item_size(accumulator_type(t))), in.data(), count, first, scale,
+             execution);
+      },
+      py::arg("dtype"), py::arg("op"), py::arg("acc").noconvert(), py::arg("input").noconvert(),
+      py::arg("first"), py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
+  m.def(
+      "finish",
+      [](int dtype, int op, const Bytes& out, const Bytes& acc, const Scale& scale, const Execution& execution) {
+        const DType t = to_dtype(dtype);
+        const size_t count = static_cast<size_t>(out.size()) / item_size(t);
+        finish(t, to_op(op), output(out, count * item_size(t)),
+               input(acc, count * item_size(accumulator_type(t))), count, scale, execution);
+      },
+      py::arg("dtype"), py::arg("op"), py::arg("out").noconvert(), py::arg("acc").noconvert(),
+      py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
+}
+
+void bind_steps(py::module_& m) {
+  m.def(
+      "sgd",
+      [](int dtype, const SgdParams& params, const Bytes& weights_in, const Bytes& weights_out,
+         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs, const Bytes& acc,
+         const Scale& scale, bool first, const Execution& execution) {
+        const DType t = to_dtype(dtype);
+        const auto wide = static_cast<size_t>(acc.size());
+        const size_t count = wide / item_size(accumulator_type(t));
+        const auto to = outputs(outs, count * item_size(t));
+        const StepArrays arrays{input(weights_in, wide), output(weights_out, wide),
+                                momentum ? output(*momentum, wide) : nullptr, to.data(),
+                                static_cast<int>(to.size())};
+        sgd(t, params, arrays, acc.data(), count, scale, first, execution);
+      },
+      py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
+      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(), py::arg("outs").noconvert(),
+      py::arg("acc").noconvert(), py::arg("scale"), py::arg("first"), py::arg("execution") = Execution{});
+  m.def(
+      "reduce_sgd",
+      [](int dtype, const SgdParams& params, const Bytes& weights_in, const Bytes& weights_out,
+         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs, const std::vector<Bytes>& in,
+         const Scale& scale, bool first, const Execution& execution) {
+        const DType t = to_dtype(dtype);
+        if (in.empty()) refuse("at least one input, got none");
+        const size_t count = static_cast<size_t>(in[0].size()) / item_size(t);
+        const size_t wide = count * item_size(accumulator_type(t));
+        const auto from = inputs(in, count * item_size(t));
+        const auto to = outputs(outs, count * item_size(t));
+        const StepArrays arrays{input(weights_in, wide), output(weights_out, wide),
+                                momentum ? output(*momentum, wide) : nullptr, to.data(),
+                                static_cast<int>(to.size())};
+        reduce_sgd(t, params, arrays, from.data(), static_cast<int>(from.size()), count, scale, first, execution);
+      },
+      py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
+      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(), py::arg("outs").noconvert(), py::arg("inputs").noconvert(),
+      py::arg("scale"), py::arg("first"), py::arg("execution") = Execution{});
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  py::module_ kernels = m.def_submodule("kernels", "The arithmetic of a PBox core on CPU.");
+  bind_types(kernels);
+  bind_reductions(kernels);
+  bind_steps(kernels);
+}
