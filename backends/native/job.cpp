@@ -68,9 +68,7 @@ void JobShard::add(std::shared_ptr<Table> table) {
 }
 
 void JobShard::drop(uint32_t table_id) {
-  const auto found = std::find_if(tables_.begin(), tables_.end(), [&](auto& item) {
-    return item.second->table->info.id == table_id;
-  });
+  const auto found = find(table_id);
   if (found == tables_.end()) return;
   std::unique_ptr<TableShard> shard = std::move(found->second);
   const TableInfo& info = shard->table->info;
@@ -82,6 +80,25 @@ void JobShard::drop(uint32_t table_id) {
     for (const KeyInfo& key : info.keys) hyper_.erase(key.group);
   std::erase_if(retired_, [](const auto& other) { return other->unsent == 0; });
   if (shard->unsent > 0) retired_.push_back(std::move(shard));
+}
+
+bool JobShard::end(uint32_t table_id, const Error& error) {
+  const auto found = find(table_id);
+  if (found == tables_.end()) return false;
+  TableShard& shard = *found->second;
+  shard.ended = error;
+  const auto waits = [this](const auto& state) { return partial(state.arrivals); };
+  return std::any_of(shard.keys.begin(), shard.keys.end(), waits) ||
+         std::any_of(shard.chunks.begin(), shard.chunks.end(), waits);
+}
+
+JobShard::Tables::iterator JobShard::find(uint32_t table_id) {
+  return std::find_if(tables_.begin(), tables_.end(),
+                      [&](const auto& item) { return item.second->table->info.id == table_id; });
+}
+
+bool JobShard::partial(const Arrivals& arrivals) const {
+  return arrivals.arrived.any() && arrivals.arrived.count() < static_cast<size_t>(workers);
 }
 
 JobShard::Place JobShard::key_at(uint32_t id) {
@@ -123,7 +140,9 @@ void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
   }
 }
 
-Arrivals& JobShard::arrive(Arrivals& arrivals, int rank, const Header& header, const char* what) {
+Arrivals& JobShard::arrive(const TableShard& shard, Arrivals& arrivals, int rank,
+                           const Header& header, const char* what) {
+  if (shard.ended) throw *shard.ended;
   const std::string name = std::string(what) + " " + std::to_string(header.id);
   if (header.step != arrivals.step)
     refuse(rank, name + " of step " + std::to_string(header.step) + ", expected step " +
@@ -166,7 +185,8 @@ void JobShard::push(int rank, const Header& header, const std::byte* payload) {
   if (header.length != expected)
     refuse(rank, "chunk " + std::to_string(header.id) + " with " + std::to_string(header.length) +
                      " bytes, expected " + std::to_string(expected));
-  Arrivals& arrivals = arrive(place.shard->chunks[place.index].arrivals, rank, header, "chunk");
+  Arrivals& arrivals =
+      arrive(*place.shard, place.shard->chunks[place.index].arrivals, rank, header, "chunk");
   if (expected) fold(*place.shard, place.index, payload);
   if (complete(arrivals)) answer_chunk(*place.shard, place.index);
 }
@@ -177,7 +197,7 @@ void JobShard::push_key(int rank, const Header& header) {
   KeyState& key = place.shard->keys[place.index];
   if (!place.shard->table->info.arena || header.length || key.chunks.empty())
     refuse(rank, "key " + std::to_string(header.id) + " as if this core read it in place");
-  const Arrivals& arrivals = arrive(key.arrivals, rank, header, "key");
+  const Arrivals& arrivals = arrive(*place.shard, key.arrivals, rank, header, "key");
   if (complete(arrivals)) ready_.push_back(place);
 }
 
@@ -241,8 +261,7 @@ std::vector<Stalled> JobShard::stalled() const {
   constexpr size_t kReported = 8;
   std::vector<Stalled> found;
   const auto look = [&](const Arrivals& arrivals, uint32_t key) {
-    if (arrivals.arrived.none() || found.size() >= kReported) return;
-    if (arrivals.arrived.count() == static_cast<size_t>(workers)) return;
+    if (!partial(arrivals) || found.size() >= kReported) return;
     if (!found.empty() && found.back().key == key) return;
     Stalled entry{key, {}};
     for (int rank = 0; rank < workers; ++rank)

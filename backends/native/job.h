@@ -40,6 +40,7 @@ struct KeyState {
 
 struct TableShard {
   std::shared_ptr<Table> table;
+  std::optional<Error> ended;      // what those get who push it
   size_t unsent = 0;               // answers that lanes have queued from the table's memory
   std::vector<KeyState> keys;      // one per key of the table
   std::vector<ChunkState> chunks;  // one per chunk of the table; only this core's are used
@@ -70,6 +71,8 @@ class JobShard {
   void leave(int rank);  // it said bye; throws Error(peer_lost) when others wait for it
   void add(std::shared_ptr<Table> table);
   void drop(uint32_t table_id);
+  // No rank can exchange this table any more: `error` tells why. True when one waits for an answer.
+  bool end(uint32_t table_id, const Error& error);
   // A frame of a worker. Throws Error(protocol) when it contradicts the key table.
   void frame(int rank, const Header& header, const std::byte* payload);
   // Answers up to `chunks` chunks of keys that are complete; true when there was something to do.
@@ -85,9 +88,13 @@ class JobShard {
     TableShard* shard = nullptr;
     uint32_t index = 0;
   };
+  using Tables = std::map<uint32_t, std::unique_ptr<TableShard>>;
+  Tables::iterator find(uint32_t table_id);
+  bool partial(const Arrivals& arrivals) const;  // some ranks have come, others have not
   Place key_at(uint32_t id);
   Place chunk_at(uint32_t id);
-  Arrivals& arrive(Arrivals& arrivals, int rank, const Header& header, const char* what);
+  Arrivals& arrive(const TableShard& shard, Arrivals& arrivals, int rank, const Header& header,
+                   const char* what);
   bool complete(const Arrivals& arrivals) const;  // throws when nobody sent the initial weights
   [[noreturn]] void refuse_absent(int rank) const;
   void push(int rank, const Header& header, const std::byte* payload);
@@ -109,7 +116,7 @@ class JobShard {
 
   const int core_;
   std::vector<Lane*> lanes_;  // by rank
-  std::map<uint32_t, std::unique_ptr<TableShard>> tables_;  // by first chunk id
+  Tables tables_;                           // by first chunk id
   std::map<uint32_t, TableShard*> by_key_;                  // by first key id
   std::vector<std::unique_ptr<TableShard>> retired_;  // dropped, but with answers still to leave
   size_t chunks_ = 0;                                 // of tables that are not dropped

@@ -144,6 +144,14 @@ void bind_server(py::module_& m) {
       .def("add_table", &Server::add_table, py::arg("job"), py::arg("info"), py::arg("workers"),
            Unlocked())
       .def("drop_table", &Server::drop_table, py::arg("job"), py::arg("table"), Unlocked())
+      .def(
+          "end_table",
+          [](Server& server, uint32_t job, uint32_t table, int code, int rank,
+             const std::string& text) {
+            server.end_table(job, table, Error(static_cast<ErrorCode>(code), text, rank));
+          },
+          py::arg("job"), py::arg("table"), py::arg("code"), py::arg("rank"), py::arg("text"),
+          Unlocked())
       .def("drop_job", &Server::drop_job, py::arg("job"), Unlocked())
       .def("close_events", &Server::close_events)
       .def("chunks_answered", &Server::chunks_answered, py::arg("job"), Unlocked())

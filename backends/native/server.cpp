@@ -26,6 +26,14 @@ void Server::drop_table(uint32_t job, uint32_t table) {
   for (auto& core : cores_) core->call([&](Core& c) { c.job(job).drop(table); });
 }
 
+void Server::end_table(uint32_t job, uint32_t table, const Error& error) {
+  for (auto& core : cores_)
+    core->call([&](Core& c) {
+      JobShard& shard = c.job(job);
+      if (shard.end(table, error)) c.fail_job(shard, error);
+    });
+}
+
 void Server::attach(uint32_t job, int rank, int core, std::unique_ptr<Lane> lane) {
   cores_.at(static_cast<size_t>(core))->call([&](Core& c) {
     c.attach(job, rank, std::move(lane));

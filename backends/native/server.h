@@ -19,6 +19,8 @@ class Server {
   // Makes the table's memory and registers it on every core; returns when all have it.
   std::shared_ptr<Table> add_table(uint32_t job, TableInfo info, int workers);
   void drop_table(uint32_t job, uint32_t table);
+  // A rank is done with a table: who pushes it from now on, or waits for an answer, gets `error`.
+  void end_table(uint32_t job, uint32_t table, const Error& error);
   void attach(uint32_t job, int rank, int core, std::unique_ptr<Lane> lane);
   void fail_job(uint32_t job, const Error& error);  // no effect on a job that has ended
   void drop_job(uint32_t job);

@@ -133,8 +133,8 @@ class PboxBackend(Backend):
         table = self._tables.get(spec.name)
         if table is not None and table.work is not None and not table.work.done():
             raise DuplicateName(
-                f"[pbox] rank {self.context.rank} submitted {spec.name!r} again before its last use "
-                "was finished; wait for it, or give the two different names"
+                f"[pbox] rank {self.context.rank} submitted {spec.name!r} again before its last "
+                "use was finished; wait for it, or give the two different names"
             )
         if table is not None and table.error is None and table.spec == spec:
             return table, True
@@ -142,7 +142,8 @@ class PboxBackend(Backend):
             self.connection.close_table(spec.name, table.ids)
         elif len(self._tables) >= MAX_NAMES:
             raise ConfigError(
-                f"[pbox] {MAX_NAMES} different names were used; give an operation the same name each time"
+                f"[pbox] {MAX_NAMES} different names were used; "
+                "give an operation the same name each time"
             )
         table = self._tables[spec.name] = AdHoc(spec)
         self.connection.register(spec, lambda t, e, table=table: self._on_registered(table, t, e))

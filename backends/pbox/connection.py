@@ -9,15 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from phub_collective.backends.base import layout
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
+from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS, Identity, join, open_lane
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
-from phub_collective.backends.pbox.server import HANDSHAKE_SECONDS, NO_BELL, lane_payload
+from phub_collective.backends.pbox.server import NO_BELL, lane_payload
 from phub_collective.config import Config
-from phub_collective.errors import ConfigError, PeerLost, PeerTimeout, PhubError, to_code
+from phub_collective.errors import (
+    DuplicateName,
+    PeerLost,
+    PeerTimeout,
+    PhubError,
+    ProtocolError,
+    to_code,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,24 +61,22 @@ class Connection:
         """
         self._core = load()
         self.rank, self.config = rank, config
-        self._job, self._token = job, token
+        self._who = Identity(address, job, token, rank)
         self.engine = self._core.Engine(config.spin_us)
         self.client = self._core.PboxClient(self.engine, rank)
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._callbacks: dict[str, tuple[TableSpec, OnRegistered]] = {}
+        self._memories: dict[int, object] = {}
         self._stalled: list[tuple[str, list[int]]] | None = None
         self._news = threading.Condition(self._lock)
         self._lanes_ready: set[int] = set()
         self._closed = False
         self._error: PhubError | None = None
-        self._control, welcome = self._connect_control(address)
-        self.workers = int(welcome["workers"])
-        self.cores = int(welcome["cores"])
-        self.server_pid = int(welcome["pid"])
-        self.chunk_bytes = int(welcome["chunk_bytes"])
-        self._interfaces = [(str(h), int(p), list(c)) for h, p, c in welcome["interfaces"]]
-        self._unix_name = str(welcome["unix"])
+        self._control, welcome, self.transport = join(self._who, config.lane)
+        self._welcome = welcome
+        self.workers, self.cores = welcome.workers, welcome.cores
+        self.server_pid, self.chunk_bytes = welcome.pid, welcome.chunk_bytes
         self._reader = threading.Thread(target=self._read, name=f"phub-control-{rank}", daemon=True)
         self._reader.start()
         try:
@@ -86,69 +91,8 @@ class Connection:
 
     # --- set-up ---
 
-    def _connect_control(self, address: str) -> tuple[socket.socket, protocol.Message]:
-        """Over the server's abstract Unix socket when it is on this host, else over TCP."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"[pbox] expected HOST:PORT of a PBox, got {address!r}")
-        connection = self._dial(
-            lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address
-        )
-        hello = {"op": "where"}
-        with connection:
-            protocol.send(connection, hello)
-            where, _ = protocol.receive(connection)
-        protocol.raise_error(where)
-        self.transport = self._choose_transport(str(where["unix"]))
-        if self.transport == "shm":
-            connection = self._dial(lambda: _unix(str(where["unix"])), address)
-        else:
-            connection = self._dial(
-                lambda: socket.create_connection((host, int(port)), HANDSHAKE_SECONDS), address
-            )
-        claims = ("connect", self._job, self.rank)
-        protocol.send(connection, {"op": "connect", "job": self._job, "rank": self.rank})
-        welcome = protocol.answer_challenge(connection, self._token, *claims)
-        connection.settimeout(None)
-        return connection, welcome
-
-    def _dial(self, connect: Callable[[], socket.socket], address: str) -> socket.socket:
-        try:
-            return connect()
-        except OSError as error:
-            raise PeerLost(
-                f"[pbox] rank {self.rank} found no PBox at {address}: {error}; start one with: phub serve"
-            ) from None
-
-    def _choose_transport(self, unix_name: str) -> str:
-        try:
-            _unix(unix_name).close()
-        except OSError:
-            if self.config.lane == "shm":
-                raise ConfigError(
-                    "[pbox] PHUB_LANE=shm, but the PBox is on another host (or network namespace)"
-                ) from None
-            return "tcp"
-        return "tcp" if self.config.lane == "tcp" else "shm"
-
     def _open_lane(self, core: int) -> None:
-        host, port, _ = next(item for item in self._interfaces if core in item[2])
-        if self.transport == "shm":
-            sock = self._dial(lambda: _unix(self._unix_name), self._unix_name)
-        else:
-            sock = self._dial(
-                lambda: socket.create_connection((host, port), HANDSHAKE_SECONDS), f"{host}:{port}"
-            )
-        hello = {
-            "op": "lane",
-            "job": self._job,
-            "rank": self.rank,
-            "core": core,
-            "transport": self.transport,
-        }
-        protocol.send(sock, hello)
-        claims = ("lane", self._job, self.rank, core, self.transport)
-        welcome = protocol.answer_challenge(sock, self._token, *claims)
+        sock, descriptors = open_lane(self._who, self._welcome, core, self.transport)
         payload = lane_payload(self.chunk_bytes)
         if self.transport == "tcp":
             config = self.config
@@ -157,7 +101,7 @@ class Connection:
             )
             self.client.attach_tcp(core, sock.detach(), options, payload)
         else:
-            (memory,) = welcome["descriptors"]
+            (memory,) = descriptors
             self.client.attach_shm(core, sock.detach(), memory, NO_BELL, payload)
 
     # --- the control connection ---
@@ -166,13 +110,20 @@ class Connection:
         """The reader's thread: answers to registrations and questions, and the end."""
         try:
             while True:
-                message, descriptors = protocol.receive(self._control)
-                self._handle(message, descriptors)
+                self._handle(*self._receive())
         except (PeerLost, OSError) as error:
             if not self._closed:
                 self._fail(PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}"))
         except PhubError as error:
             self._fail(error)
+        except (KeyError, TypeError, ValueError) as error:
+            text = f"[pbox] rank {self.rank} got a malformed message from the server: {error!r}"
+            self._fail(ProtocolError(text))
+
+    def _receive(self) -> tuple[protocol.Message, list[int]]:
+        if self._control.family == socket.AF_UNIX:
+            return protocol.receive_with_descriptors(self._control)
+        return protocol.receive(self._control), []
 
     def _handle(self, message: protocol.Message, descriptors: list[int]) -> None:
         op = message.get("op")
@@ -204,7 +155,7 @@ class Connection:
                 answers = [self._core.Memory.attach(fd, size, read_only) for fd in descriptors]
                 descriptors = []
             info = native_table(
-                spec, ids, self.workers, self.cores, len(self._interfaces), local
+                spec, ids, self.workers, self.cores, len(self._welcome.interfaces), local
             )
             self.client.add(info, answers)
         except PhubError as error:
@@ -242,12 +193,23 @@ class Connection:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if spec.name in self._callbacks:
+                raise DuplicateName(
+                    f"[pbox] rank {self.rank} registers {spec.name!r}, which it is registering "
+                    "already; give every exchange a name of its own"
+                )
             self._callbacks[spec.name] = (spec, callback)
         self._send({"op": "register", "table": spec.to_json()})
 
-    def close_table(self, name: str, ids: TableIds) -> None:
-        """This rank is done with a table."""
+    def hold(self, ids: TableIds, memory: object) -> None:
+        """Keep what a table's gradients are sent from, at least until the table is closed."""
+        self._memories[ids.id] = memory
+
+    def close_table(self, name: str, ids: TableIds, in_flight: bool = False) -> None:
+        """This rank is done with a table. What is in flight is sent on from its memory."""
         self.client.drop(ids.id)
+        if not in_flight:
+            self._memories.pop(ids.id, None)
         if not self._closed and self._error is None:
             with contextlib.suppress(PhubError):
                 self._send({"op": "close", "name": name})
@@ -295,23 +257,13 @@ class Connection:
             return
         self._closed = True
         self.client.close()
+        self._memories.clear()
         with contextlib.suppress(PhubError, OSError):
             self._send({"op": "bye"})
             self._control.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join(HANDSHAKE_SECONDS)
         self._control.close()
-
-
-def _unix(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(HANDSHAKE_SECONDS)
-    try:
-        sock.connect("\0" + name)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _missing(found: list[tuple[str, list[int]]]) -> str:

@@ -52,6 +52,7 @@ class PboxExchange(Exchange):
         self._pushed_bytes = 0
         self._sent_before = connection.client.counters().bytes_sent
         self._groups: list[Hyper] = []
+        self._groups_with_keys = {key.group for key in spec.keys}
         self._closed = False
 
     def _check(self) -> None:
@@ -92,6 +93,7 @@ class PboxExchange(Exchange):
             self._arena_memory = memory.attach(descriptors[0], size, access.READ_WRITE)
         else:
             self._arena_memory = memory.anonymous(size)
+        self._connection.hold(self._ids, self._arena_memory)
         self.arena = np.frombuffer(self._arena_memory, np.uint8)
         self._weight_memories = [
             memory.attach(fd, size, access.COPY_ON_WRITE) for fd in descriptors[1:]
@@ -111,6 +113,8 @@ class PboxExchange(Exchange):
         return Counters(self._pushed_bytes if self._in_place else sent, self._steps)
 
     def initialize(self, root: int = 0) -> None:
+        if not 0 <= root < self._connection.workers:
+            raise ConfigError(f"[pbox] root {root} is no rank of 0..{self._connection.workers - 1}")
         flags = self._core.INIT | (0 if self._connection.rank == root else self._core.NO_GRAD)
         for key in range(len(self._views)):
             self._start(key, flags)
@@ -175,7 +179,8 @@ class PboxExchange(Exchange):
                 "[pbox] hyperparameters are read at a step's first push; set them before it"
             )
         for index, hyper in enumerate(groups):
-            if index < len(self._groups) and self._groups[index] == hyper:
+            known = index < len(self._groups) and self._groups[index] == hyper
+            if known or index not in self._groups_with_keys:
                 continue
             self._connection.client.set_hyper(
                 self._ids.first_group + index,
@@ -192,4 +197,4 @@ class PboxExchange(Exchange):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._connection.close_table(self._spec.name, self._ids)
+            self._connection.close_table(self._spec.name, self._ids, in_flight=bool(self._pushed))

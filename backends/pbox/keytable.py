@@ -68,14 +68,16 @@ class TableSpec:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"[pbox] a malformed key table: {error!r}") from None
-        if min((n for key in keys for n in key.shape), default=0) < 0 or spec.chunk_bytes < 64:
-            raise ProtocolError("[pbox] a key table with a negative size")
+        sizes = (n for key in keys for n in (*key.shape, key.group))
+        if min(sizes, default=0) < 0 or spec.chunk_bytes < 64:
+            raise ProtocolError("[pbox] a key table with a negative size or group")
         return spec
 
     def describe(self) -> list[str]:
         """One comparable line per fact that all ranks must share."""
         head = (
-            f"op {self.op.name.lower()}, prescale {self.prescale:g}, postscale {self.postscale:g}, chunk_bytes {self.chunk_bytes}, "
+            f"op {self.op.name.lower()}, prescale {self.prescale:g}, "
+            f"postscale {self.postscale:g}, chunk_bytes {self.chunk_bytes}, "
             f"server optimizer {self.server}, shared model {self.shared}"
         )
         return [head, *(describe_key(key) for key in self.keys)]

@@ -28,7 +28,8 @@ class LocalServer:
 
     def stop(self) -> None:
         """Close the lifeline and wait."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:

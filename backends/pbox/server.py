@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -10,20 +11,27 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
+from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.backends.pbox.keytable import TableSpec
 from phub_collective.backends.pbox.placement import cores_of
 from phub_collective.backends.pbox.tenant import Member, Tenant
-from phub_collective.errors import AuthError, ConfigError, PhubError, ProtocolError, from_code
+from phub_collective.errors import (
+    AuthError,
+    ConfigError,
+    PeerLost,
+    PhubError,
+    ProtocolError,
+    from_code,
+)
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10.0
 NO_BELL = -1  # wake over the lane's Unix socket
 MAX_NAME = 200  # characters of a job's name
+ACCEPT_PAUSE = 0.1  # seconds, when there are no descriptors or threads left for a connection
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class ServerOptions:
     Attributes:
         interfaces: addresses to listen on, each served by its own share of the cores.
         port: TCP port on all of them; 0: any free one.
-        cores: aggregator threads.
+        cores: aggregator threads, at least one per interface.
         admin_token: who creates a job must prove it; required beyond loopback.
         congestion, socket_buffer, keepalive: of tcp lanes (see Config).
     """
@@ -46,14 +54,41 @@ class ServerOptions:
     socket_buffer: int = 0
     keepalive: int = 30
 
+    def check(self) -> None:
+        """Raise ConfigError for numbers out of range, and for a listener beyond loopback that
+        has no admin token."""
+        if not self.interfaces or self.cores < len(self.interfaces):
+            raise ConfigError(
+                f"[pbox] expected at least one core for each of {len(self.interfaces)} interfaces, "
+                f"got {self.cores}; raise --cores or PHUB_PBOX_CORES"
+            )
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"[pbox] expected a port of 0..65535, got {self.port}")
+        exposed = [address for address in self.interfaces if not is_loopback(address)]
+        if exposed and not self.admin_token:
+            raise ConfigError(
+                f"[pbox] {exposed[0]} is reachable by others: set PHUB_ADMIN_TOKEN, which creating "
+                f"a job will require (for example {protocol.new_token()})"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Only this host can connect to it."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
 
 class PBoxServer:
     """A running PBox. `close` ends all jobs."""
 
     def __init__(self, options: ServerOptions) -> None:
-        if options.cores < 1:
-            raise ConfigError(f"[pbox] expected at least 1 core, got {options.cores}")
+        """Raises ConfigError: see `ServerOptions.check`, or an address cannot be listened on."""
+        options.check()
         self._options = options
+        # First, since it may fail: nothing else is running yet.
+        self._listeners = _listen_on(options.interfaces, options.port)
         self._core = load()
         self._native = self._core.Server(options.cores)
         self._tcp = self._core.TcpOptions(
@@ -66,7 +101,6 @@ class PBoxServer:
         self._serving: dict[threading.Thread, socket.socket] = {}
         # Abstract: no file, and visible only to workers in the same network namespace.
         self._unix_name = f"phub-{secrets.token_hex(8)}"
-        self._listeners = [self._listen(address) for address in options.interfaces]
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind("\0" + self._unix_name)
         self._unix.listen(128)
@@ -84,21 +118,6 @@ class PBoxServer:
         """(address, port) of each interface."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
-    def _listen(self, address: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, self._options.port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"[pbox] cannot listen on {address} port {self._options.port}: {error.strerror}; "
-                "choose a free port, or 0 for any"
-            ) from None
-        listener.listen(128)
-        return listener
-
     def close(self) -> None:
         """End all jobs with an error, close all sockets. Idempotent."""
         if self._closing.is_set():
@@ -111,7 +130,7 @@ class PBoxServer:
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
-            job.fail(from_code(4, "[pbox] the server was stopped"))
+            job.fail(PeerLost("[pbox] the server was stopped"))
         self._native.close_events()
         for thread in [*self._acceptors, self._watcher]:
             thread.join()
@@ -133,8 +152,11 @@ class PBoxServer:
         while not self._closing.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not self._closing.is_set():
+                    log.warning("cannot take connections: %s", error)
+                    self._closing.wait(ACCEPT_PAUSE)
+                continue
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             with self._lock:
                 self._serving[thread] = connection
@@ -144,8 +166,7 @@ class PBoxServer:
         """One connection, from its first message to its end; whatever it sends, only it suffers."""
         connection.settimeout(HANDSHAKE_SECONDS)
         try:
-            message, descriptors = protocol.receive(connection)
-            protocol.close_all(descriptors)
+            message = protocol.receive(connection, protocol.MAX_GREETING)
             handlers = {
                 "where": self._where,
                 "create": self._create,
@@ -156,9 +177,9 @@ class PBoxServer:
             if handler is None:
                 raise ProtocolError(f"[pbox] unknown request {message.get('op')!r}")
             handler(connection, message)
-        except (PhubError, OSError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever its bytes bring about
             with contextlib.suppress(OSError):
-                protocol.send(connection, protocol.error_message(error))
+                protocol.send(connection, protocol.error_message(_typed(error)))
         finally:
             connection.close()
             with self._lock:
@@ -213,20 +234,21 @@ class PBoxServer:
     def _connect(self, connection: socket.socket, message: protocol.Message) -> None:
         """ConnectService: a rank's control connection, until it ends."""
         job = self._authenticate(connection, message)
+        connection.settimeout(None)  # `Member.send` does not block
         member = Member(int(message["rank"]), connection)
         job.join(member)
-        member.send(self._welcome(connection, job))
-        connection.settimeout(None)
         why: PhubError | None = None
         try:
-            while self._request(job, member, *protocol.receive(connection)):
+            member.send(self._welcome(connection, job))
+            while self._request(job, member, protocol.receive(connection)):
                 pass
-        except (PhubError, OSError) as error:
-            why = error if isinstance(error, PhubError) else from_code(4, f"[control] {error}")
+        except Exception as error:
+            why = _typed(error)
             member.send(protocol.error_message(why))
         if job.leave(member, why):
             with self._lock:
-                self._jobs.pop(job.name, None)
+                if self._jobs.get(job.name) is job:
+                    del self._jobs[job.name]
             job.destroy()
 
     def _welcome(self, connection: socket.socket, job: Tenant) -> protocol.Message:
@@ -246,11 +268,8 @@ class PBoxServer:
             "pid": os.getpid(),
         }
 
-    def _request(
-        self, job: Tenant, member: Member, message: protocol.Message, descriptors: list[int]
-    ) -> bool:
+    def _request(self, job: Tenant, member: Member, message: protocol.Message) -> bool:
         """One message on a control connection; False when it was the last one."""
-        protocol.close_all(descriptors)
         op = message.get("op")
         if op == "bye":
             return False
@@ -279,7 +298,11 @@ class PBoxServer:
             )
         elif transport == "shm" and connection.family == socket.AF_UNIX:
             memory = self._core.make_ring_memory(ring_bytes(payload, self._options.cores))
-            protocol.send(connection, {"ok": True}, (memory,))
+            try:
+                protocol.send(connection, {"ok": True}, (memory,))
+            except OSError:
+                os.close(memory)
+                raise
             # No bells: who holds an eventfd of a core could drain it, and let other jobs sleep.
             self._native.attach_shm(
                 job.number, member.rank, core, connection.detach(), memory, NO_BELL, payload
@@ -303,12 +326,40 @@ class PBoxServer:
                 job.fail(from_code(event.code, event.text, event.rank))
 
 
+def _listen_on(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    for address in addresses:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listeners.append(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            for opened in listeners:
+                opened.close()
+            raise ConfigError(
+                f"[pbox] cannot listen on {address} port {port}: {error.strerror}; "
+                "choose a free port, or 0 for any"
+            ) from None
+        listener.listen(128)
+    return listeners
+
+
+def _typed(error: Exception) -> PhubError:
+    """What the other end is told about an exception that its bytes brought about."""
+    if isinstance(error, PhubError):
+        return error
+    if isinstance(error, OSError):
+        return PeerLost(f"[pbox] the connection broke: {error}")
+    return ProtocolError(f"[pbox] a malformed request: {error!r}")
+
+
 def lane_payload(chunk_bytes: int) -> int:
     """Largest payload of a lane, in bytes: a chunk, or an error's text."""
     return max(chunk_bytes, 16 << 10)
 
 
 def ring_bytes(payload: int, cores: int) -> int:
-    """Bytes of one direction of a shm lane: small enough to stay in cache, a few chunks at least."""
+    """Bytes of one direction of a shm lane: small enough for the cache, a few chunks at least."""
     wanted = max(4 * (payload + 64), min(1 << 20, (8 << 20) // cores))
     return 1 << (wanted - 1).bit_length()

@@ -9,20 +9,17 @@ Pull, PushPull. No torch needed.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping
 from types import TracebackType
 
 import numpy as np
 
 from phub_collective.backends.base import Buffer, ExchangeSpec, Hyper, Key, ReduceOp
-from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.connection import Connection
 from phub_collective.backends.pbox.exchange import PboxExchange
-from phub_collective.backends.pbox.server import HANDSHAKE_SECONDS
+from phub_collective.backends.pbox.handshake import create_job
 from phub_collective.config import Config
-from phub_collective.errors import ConfigError, DuplicateName, MismatchError, PeerLost
+from phub_collective.errors import ConfigError, DuplicateName, MismatchError
 
 
 def create_service(address: str, job: str, workers: int, chunk_bytes: int = 32 << 10) -> str:
@@ -37,26 +34,7 @@ def create_service(address: str, job: str, workers: int, chunk_bytes: int = 32 <
         ConfigError: the name is taken or a number out of range. PeerLost: no PBox there.
         AuthError: the server wants an admin token.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"[pbox] expected HOST:PORT of a PBox, got {address!r}")
-    try:
-        connection = socket.create_connection((host, int(port)), HANDSHAKE_SECONDS)
-    except OSError as error:
-        raise PeerLost(
-            f"[pbox] no PBox at {address}: {error}; start one with: phub serve"
-        ) from None
-    with connection:
-        request = {"op": "create", "name": job, "workers": workers, "chunk_bytes": chunk_bytes}
-        protocol.send(connection, request)
-        answer, _ = protocol.receive(connection)
-        nonce = answer.get("nonce")
-        if isinstance(nonce, str):
-            admin = os.environ.get("PHUB_ADMIN_TOKEN", "")
-            protocol.send(connection, {"proof": protocol.proof(admin, nonce, "create", job)})
-            answer, _ = protocol.receive(connection)
-        protocol.raise_error(answer)
-    return str(answer["token"])
+    return create_job(address, job, workers, chunk_bytes)
 
 
 def connect_service(

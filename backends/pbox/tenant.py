@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+from phub_collective.backends.buckets import first_difference
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.keytable import (
     TableIds,
@@ -17,7 +18,17 @@ from phub_collective.backends.pbox.keytable import (
     native_table,
     require_equal,
 )
-from phub_collective.errors import ConfigError, MismatchError, PeerLost, PhubError, to_code
+from phub_collective.backends.pbox.quota import check_memory, check_numbers
+from phub_collective.errors import (
+    AuthError,
+    ConfigError,
+    DuplicateName,
+    MismatchError,
+    PeerLost,
+    PhubError,
+    ProtocolError,
+    to_code,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +42,11 @@ class Member:
         self._sending = threading.Lock()
 
     def send(self, message: protocol.Message, descriptors: tuple[int, ...] = ()) -> None:
-        """Send; a connection that is gone is noticed by its reader, not here."""
+        """Send without ever waiting: whoever does not read must not hold up the server, and loses
+        its connection. That a connection is gone is noticed by its reader, not here."""
         with self._sending, contextlib.suppress(OSError):
-            protocol.send(self.sock, message, descriptors)
+            if not protocol.send_now(self.sock, message, descriptors):
+                self.sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass
@@ -45,6 +58,14 @@ class Registered:
     table: Any  # native Table
     local: bool  # all workers share memory with the server
     closed: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Refusal:
+    """Why a table was not made, and the ranks that are told when they register it."""
+
+    error: PhubError
+    untold: set[int]
 
 
 class Tenant:
@@ -68,8 +89,10 @@ class Tenant:
         self._left: set[int] = set()
         self._tables: dict[str, Registered] = {}
         self._waiting: dict[str, dict[int, TableSpec]] = {}
+        self._refused: dict[str, Refusal] = {}
         self._next = TableIds(0, 0, 0, 0)
         self._error: PhubError | None = None
+        self._ended = False
         native.add_job(number, workers)
 
     # --- members ---
@@ -79,9 +102,12 @@ class Tenant:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if self._ended:
+                raise AuthError(f"[pbox] job {self.name!r} has ended")
             if not 0 <= member.rank < self.workers:
                 raise ConfigError(
-                    f"[pbox] job {self.name!r} has ranks 0..{self.workers - 1}, got rank {member.rank}"
+                    f"[pbox] job {self.name!r} has ranks 0..{self.workers - 1}, "
+                    f"got rank {member.rank}"
                 )
             if member.rank in self._members or member.rank in self._left:
                 raise ConfigError(
@@ -99,20 +125,19 @@ class Tenant:
     def leave(self, member: Member, why: PhubError | None) -> bool:
         """A control connection has ended, in good order (why=None) or not. True when it was the
         last one: the job is over."""
-        if why is not None:
-            text = f"[pbox] rank {member.rank} of job {self.name!r} was lost: {why}"
-            self.fail(PeerLost(text, member.rank))
+        who = f"[pbox] rank {member.rank} of job {self.name!r}"
+        if isinstance(why, ProtocolError):
+            self.fail(ProtocolError(f"{who} broke the protocol: {why}"))
+        elif why is not None:
+            self.fail(PeerLost(f"{who} was lost: {why}", member.rank))
         with self._lock:
             self._members.pop(member.rank, None)
             self._left.add(member.rank)
-            if why is None and self._waiting:
+            if self._waiting:
                 name = next(iter(self._waiting))
-                self.fail(
-                    PeerLost(
-                        f"[pbox] rank {member.rank} left, others register {name!r}", member.rank
-                    )
-                )
-            return not self._members
+                self.fail(PeerLost(f"{who} has left, others register {name!r}", member.rank))
+            self._ended = not self._members
+            return self._ended
 
     def fail(self, error: PhubError) -> None:
         """End the job with this error on every rank; later calls change nothing."""
@@ -131,33 +156,65 @@ class Tenant:
     def register(self, member: Member, spec: TableSpec) -> None:
         """Note that a rank wants this table; the last of them makes it, and all get the answer."""
         with self._lock:
-            if self._error is not None:
-                return self._refuse(spec.name, [member.rank], self._error)
+            try:
+                self._check(member, spec)
+            except PhubError as error:
+                return self._refuse(spec.name, [member.rank], error)
             specs = self._waiting.setdefault(spec.name, {})
             specs[member.rank] = spec
-            for other, theirs in specs.items():
-                try:
-                    require_equal(theirs, other, spec, member.rank)
-                except MismatchError as error:
-                    # Whoever registers it later is told too.
-                    del self._waiting[spec.name]
-                    return self._refuse(spec.name, range(self.workers), error)
-            if len(specs) < self.workers:
-                return None
-            del self._waiting[spec.name]
             try:
+                for other, theirs in specs.items():
+                    require_equal(theirs, other, spec, member.rank)
+                if len(specs) < self.workers:
+                    return None
                 registered = self._make(spec)
             except PhubError as error:
+                del self._waiting[spec.name]
+                untold = set(range(self.workers)) - specs.keys()
+                if untold:
+                    self._refused[spec.name] = Refusal(error, untold)
                 return self._refuse(spec.name, list(specs), error)
+            del self._waiting[spec.name]
             self._tables[spec.name] = registered
             for rank in specs:
                 self._answer(rank, registered)
         return None
 
+    def _check(self, member: Member, spec: TableSpec) -> None:
+        """Raise what is wrong with this rank's wish, whatever the others want."""
+        if self._error is not None:
+            raise self._error
+        if self._left:
+            gone = min(self._left)
+            raise PeerLost(
+                f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has left", gone
+            )
+        refused = self._refused.get(spec.name)
+        if refused is not None and member.rank in refused.untold:
+            refused.untold.discard(member.rank)
+            if not refused.untold:
+                del self._refused[spec.name]
+            raise refused.error
+        check_numbers(spec)
+        old = self._tables.get(spec.name)
+        if member.rank in self._waiting.get(spec.name, {}) or (
+            old is not None and member.rank not in old.closed
+        ):
+            raise DuplicateName(
+                f"[pbox] rank {member.rank} registers {spec.name!r} twice; "
+                "give every exchange of a job a name of its own"
+            )
+        if old is not None and old.spec != spec:
+            where = first_difference(
+                old.spec.describe(), spec.describe(), "other ranks", f"rank {member.rank}"
+            )
+            self._end(old, MismatchError(f"[pbox] {spec.name!r} is used differently: {where}"))
+
     def _make(self, spec: TableSpec) -> Registered:
         if spec.chunk_bytes > self.chunk_bytes:
             raise ConfigError(
-                f"[pbox] chunks of {spec.chunk_bytes} bytes; job {self.name!r} was made for {self.chunk_bytes}"
+                f"[pbox] chunks of {spec.chunk_bytes} bytes; "
+                f"job {self.name!r} was made for {self.chunk_bytes}"
             )
         local = self._all_share_memory()
         if spec.shared and not local:
@@ -165,6 +222,7 @@ class Tenant:
                 "[pbox] shared_model=True needs every worker on the PBox's host with shm lanes; "
                 "use the server optimizer without it"
             )
+        check_memory(spec, self.workers, local)
         ids = self._next
         info = native_table(spec, ids, self.workers, self._cores, self._interfaces, local)
         table = self._native.add_table(self.number, info, self.workers)
@@ -172,7 +230,7 @@ class Tenant:
             ids.id + 1,
             ids.first_key + max(len(spec.keys), 1),
             ids.first_chunk + max(chunk_count(spec.keys, spec.chunk_bytes), 1),
-            ids.first_group + spec.groups,
+            ids.first_group + (spec.groups if spec.server else 0),
         )
         return Registered(spec, ids, table, local)
 
@@ -207,13 +265,25 @@ class Tenant:
         with self._lock:
             registered = self._tables.get(name)
             if registered is None:
-                return
+                return None
             registered.closed.add(member.rank)
             if len(registered.closed) + len(self._left - registered.closed) < self.workers:
-                return
+                text = f"[pbox] rank {member.rank} has closed {name!r}, other ranks exchange it"
+                return self._end(registered, PeerLost(text, member.rank))
             del self._tables[name]
             if self._error is None:
                 self._native.drop_table(self.number, registered.ids.id)
+        return None
+
+    def _end(self, registered: Registered, error: PhubError) -> None:
+        """Whoever pushes this table from now on, or waits for its answer, gets `error`."""
+        self._native.end_table(
+            self.number,
+            registered.ids.id,
+            to_code(error),
+            getattr(error, "rank", -1),
+            str(error),
+        )
 
     # --- questions ---
 
