@@ -31,6 +31,11 @@ class Sink {
   // The lane is closed: by the other end (`bye` seen or not), by a broken frame, or by `frame`'s
   // throw. Called once. The sink must not destroy the lane in here.
   virtual void closed(Lane& lane, const Error& why) = 0;
+  // Frames that had been queued have left.
+  virtual void flushed(Lane&) {}
+  // Asked before the owner sleeps: how many bytes must arrive on this lane before there is anything
+  // to do? Fewer wake-ups; kinds of frames other than bulk data always wake.
+  virtual size_t awaited(const Lane&) { return 1; }
 };
 
 struct LaneCounters {
@@ -82,6 +87,8 @@ class Lane {
 
   bool idle() const { return queue_.empty(); }  // no frame is queued for sending
   size_t queued() const { return queue_.size(); }  // frames
+  // Nothing is lost when this end goes away now: what was sent has left, on tcp for the other host.
+  virtual bool delivered() const { return idle(); }
   bool is_closed() const { return closed_; }
   // Drops what is queued, ends the connection and tells the sink; no effect when closed already.
   void close(const Error& why, Sink& sink);

@@ -122,6 +122,7 @@ bool ShmLane::progress(Sink& sink, size_t budget) {
   try {
     if (fd_ready) look_at_socket();
     moved = flush();
+    if (moved) sink.flushed(*this);
     const bool received = receive(sink, budget);
     if (hung_up_ && !received)
       throw Error(ErrorCode::peer_lost, "[shm] the other end closed the connection", peer);

@@ -31,6 +31,12 @@ static_assert(2 * sizeof(RingControl) <= kPage);
   throw system_error(what, number);
 }
 
+// Frames that a sleeping consumer lets pile up until its mark; all others wake it at once.
+bool is_bulk(FrameKind kind) {
+  return kind == FrameKind::push || kind == FrameKind::result || kind == FrameKind::data ||
+         kind == FrameKind::posted;
+}
+
 }  // namespace
 
 // --- producer ---
@@ -52,7 +58,7 @@ bool RingProducer::push(const Header& header, const void* payload, bool& wake) {
   head_ += slot;
   ring_.control->head = head_;
   const uint64_t wanted = ring_.control->wanted_head;
-  wake = wanted != 0 && head_ >= wanted;
+  wake = wanted != 0 && (head_ >= wanted || !is_bulk(header.kind));
   if (wake) ring_.control->wanted_head = 0;
   return true;
 }

@@ -2,8 +2,10 @@
 // call. Receiving has two ways: payload that has a destination is read straight into it, together
 // with the next header; other frames are read many at a time into a buffer and shown there.
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -65,6 +67,7 @@ class TcpLane final : public Lane {
   void disarm() override {}
   int fd() const override { return fd_; }
   bool wants_write() const override { return !idle(); }
+  bool delivered() const override;
   const char* transport() const override { return "tcp"; }
 
  private:
@@ -146,6 +149,11 @@ void TcpLane::left(size_t bytes) {
   }
 }
 
+bool TcpLane::delivered() const {
+  int unacknowledged = 0;
+  return idle() && (ioctl(fd_, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0);
+}
+
 bool TcpLane::flush() {
   bool moved = false;
   while (!idle()) {
@@ -174,8 +182,12 @@ bool TcpLane::flush() {
 
 bool TcpLane::progress(Sink& sink, size_t budget) {
   if (is_closed()) return false;
-  bool moved = !idle() && flush();
+  bool moved = false;
   try {
+    if (!idle() && flush()) {
+      moved = true;
+      sink.flushed(*this);
+    }
     moved |= receive(sink, budget);
     if (send_error_ && !fd_ready) close(*send_error_, sink);
   } catch (const Error& error) {

@@ -18,12 +18,13 @@
 //               flag in_answer: they stand in the shared answer memory `step mod 2`,
 //               flag arena: the key `id` is answered, all of its chunks on this core stand in
 //               the shared arena
-// Worker -> worker:
-//   open        id = sender's number for an operation; payload = OpenWire + name
-//   posted      id = receiver's number (as in the receiver's open), step = use of the name:
-//               credit, the receiver has submitted that use
-//   data        id = sender's number, step = use of the name; payload belongs to the next receive
-//               of the schedule from this sender
+// Worker -> worker (how they are used stands in mesh.h):
+//   open        id = sender's number for a name; step = first use it holds for; payload =
+//               OpenWire + name
+//   posted      id = sender's number; step = use: the sender has submitted that use and can take
+//               its data
+//   data        id = sender's number; step = use; sender = part. The payload continues that part's
+//               receives from this sender, in the order of the schedule
 // Either way:
 //   error       payload = ErrorWire + text; the job is over
 //   bye         orderly end: what closes after this is no loss
@@ -76,6 +77,16 @@ struct ErrorWire {
   int32_t code;  // ErrorCode
   int32_t rank;
 };
+
+// What a collective does, as one rank was told; ranks must agree. The name follows.
+struct OpenWire {
+  uint64_t count, part_count;  // elements of the whole and of a part
+  uint64_t algorithm;          // hash of the schedule's name
+  double prescale, postscale;
+  int32_t root;
+  uint8_t kind, dtype, op, reserved;
+};
+static_assert(sizeof(OpenWire) == 48);
 
 // Lengths above this are refused on every lane, whatever the sender claims.
 inline constexpr uint32_t kMaxPayload = 8u << 20;
