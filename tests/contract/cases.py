@@ -81,6 +81,18 @@ def expected(case: Case, size: int, step: int = 0) -> np.ndarray:
     return encode(result * case.postscale, case.dtype)
 
 
+def wrong_elements(case: Case, buffer: Buffer, size: int, step: int = 0) -> np.ndarray:
+    """Where a result differs from what it must be. An average of fp32 or fp64 may multiply by
+    1/N, which is not exact for every N: there, one unit in the last place is allowed."""
+    wanted, got = expected(case, size, step), buffer.bytes
+    wide = case.dtype in (DType.FLOAT32, DType.FLOAT64)
+    if case.op is ReduceOp.AVERAGE and wide and size & (size - 1):
+        dtype = np.dtype(case.dtype.name.lower())
+        numbers = wanted.view(dtype)
+        return np.flatnonzero(np.abs(got.view(dtype) - numbers) > np.spacing(np.abs(numbers)))
+    return np.flatnonzero(got != wanted)
+
+
 def buffer_of(case: Case, rank: int, size: int, step: int = 0) -> Buffer:
     return Buffer(encode(values(case, rank, size, step), case.dtype), case.dtype)
 

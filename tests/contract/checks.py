@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from contract.cases import LARGE, Case, buffer_of, expected, grid
+from contract.cases import LARGE, Case, buffer_of, grid, wrong_elements
 
 from phub_collective.backends.base import (
     Backend,
@@ -56,9 +56,8 @@ def reductions_are_exact(backend: Backend, uses: int = 3) -> None:
         for case, work in works:
             work.wait(WAIT_S)
             assert work.done()
-            wanted = expected(case, size, step)
-            wrong = np.flatnonzero(buffers[case].bytes != wanted)
-            assert not wrong.size, f"{case} use {step}: wrong bytes at {wrong[:5]}"
+            wrong = wrong_elements(case, buffers[case], size, step)
+            assert not wrong.size, f"{case} use {step}: wrong at {wrong[:5]}"
 
 
 def broadcasts_are_exact(backend: Backend) -> None:

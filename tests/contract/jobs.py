@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -10,31 +11,53 @@ from ranks import ThreadRanks
 
 from phub_collective import backends
 from phub_collective.backends.base import Backend, Context
+from phub_collective.errors import PhubError
 
 LANES = ("shm", "tcp")
 WITH_LANES = ("pbox", "ring", "halving_doubling")  # the others choose their own transport
 
 
 class Job:
-    """Ranks, as threads, that are connected through one backend."""
+    """Ranks, as threads, that are connected through one backend. After a failed check the next
+    one gets new ranks, so that it fails for its own reasons only."""
 
     def __init__(self, name: str, lane: str, size: int, **settings: Any) -> None:
-        self.ranks = ThreadRanks(size, lane=lane, **settings)
-        self.backends = self.ranks.run(lambda context: backends.create(name, context))
+        self._name, self.size, self._settings = name, size, {"lane": lane, **settings}
+        self._connect()
+
+    def _connect(self) -> None:
+        self._ranks = ThreadRanks(self.size, **self._settings)
+        self._broken = True  # until all are connected
+        self._backends: dict[int, Backend] = {}
+
+        def connect(context: Context) -> None:
+            self._backends[context.rank] = backends.create(self._name, context)
+
+        self._ranks.run(connect)
+        self._broken = False
 
     def check(self, promise: Callable[..., None], *args: Any) -> None:
         """Run ``promise(backend, *args)`` on every rank."""
+        if self._broken:
+            self.close()
+            self._connect()
 
         def body(context: Context) -> None:
-            promise(self.backends[context.rank], *args)
+            promise(self._backends[context.rank], *args)
 
-        self.ranks.run(body)
+        self._broken = True
+        self._ranks.run(body)
+        self._broken = False
 
     def close(self) -> None:
+        def close(context: Context) -> None:
+            with suppress(PhubError) if self._broken else nullcontext():
+                self._backends[context.rank].close()
+
         try:
-            self.check(Backend.close)
+            self._ranks.run(close)
         finally:
-            self.ranks.close()
+            self._ranks.close()
 
 
 def lineup(*sizes: int) -> list[Any]:

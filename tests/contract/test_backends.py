@@ -27,7 +27,7 @@ def test_promise(job: Job, promise: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("job", lineup(1, 2, 5), indirect=True)
 def test_barrier_waits_for_everyone(job: Job) -> None:
-    job.check(checks.barrier_waits_for_everyone, [0] * job.ranks.size)
+    job.check(checks.barrier_waits_for_everyone, [0] * job.size)
 
 
 @pytest.mark.parametrize("job", lineup(2, 3), indirect=True)
