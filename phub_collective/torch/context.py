@@ -11,9 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from phub_collective.backends.base import Buffer, Kind, Operation, ReduceOp
 from phub_collective.errors import ConfigError
 from phub_collective.torch.names import OperationNames
 
@@ -46,17 +43,11 @@ class Face:
         """(index of this host among those that have our local rank, number of those hosts).
         Collective when first called, on a job of several hosts."""
         if self._cross is None:
-            session = self.session
-            local_ranks = np.zeros(session.size, np.int32)
-            local_ranks[session.rank] = session.local_rank
+            session, alike = self.session, [self.session.rank]
             if session.local_size < session.size:
-                buffer = Buffer.of(local_ranks)
-                session.submit(
-                    Operation(Kind.ALLREDUCE, "torch.local_ranks", buffer, ReduceOp.SUM)
-                ).wait()
-                alike = np.flatnonzero(local_ranks == session.local_rank).tolist()
-            else:
-                alike = [session.rank]
+                mine = str(session.local_rank).encode()
+                found = session.context.rendezvous.all_gather("torch.local_rank", mine)
+                alike = [rank for rank, theirs in enumerate(found) if theirs == mine]
             self._cross = alike.index(session.rank), len(alike)
         return self._cross
 

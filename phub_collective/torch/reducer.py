@@ -166,8 +166,7 @@ class Reducer:
         for parameter in parameters:
             if parameter not in self._hooks:
                 hook = _hook(weakref.WeakMethod(self._on_gradient))
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks[parameter] = handle
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
     def _adopt_weights(self) -> None:
         """Make weights that were changed by hand everybody's. Collective."""

@@ -8,7 +8,7 @@ compute a wrong gradient without an error.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,15 @@ class SharedModelPlace(ServerPlace):
     def __init__(self) -> None:
         super().__init__()
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the result buffer
+        self._known: set[int] = set()  # parameters whose modules return copies
 
     def opened(self, exchange: Exchange, slots: Sequence[Slot]) -> None:
         self._views.clear()
         super().opened(exchange, slots)
-        copy_in_state_dict([slot.parameter for slot in slots])
+        parameters = {id(slot.parameter) for slot in slots}
+        if not parameters <= self._known:
+            copy_in_state_dict(parameters)
+            self._known = parameters
 
     def _write(self, exchange: Exchange, slots: Sequence[Slot]) -> None:
         address = exchange.result.ctypes.data
@@ -51,19 +55,18 @@ _copies = WeakIdKeyDictionary()
 
 def parameter_of_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The shared parameter that `tensor`, an entry of a state_dict(), is a copy of."""
-    parameter: torch.Tensor | None = _copies.get(tensor, None)  # type: ignore[no-untyped-call]
+    parameter: torch.Tensor | None = _copies.get(tensor, None)
     return parameter
 
 
-def copy_in_state_dict(parameters: Sequence[torch.Tensor]) -> None:
-    """Make state_dict() of the modules that own `parameters` return copies: a view would change
-    with every second step, and keep the whole arena alive."""
-    wanted = {id(parameter) for parameter in parameters}
+def copy_in_state_dict(parameters: Collection[int]) -> None:
+    """Make state_dict() of the modules that own `parameters` (ids) return copies: a view would
+    change with every second step, and keep the whole arena alive."""
     for module in _modules():
         owned = module.__dict__.get("_parameters", {}).values()
         hooks = module.__dict__.get("_state_dict_hooks", {}).values()
-        if any(id(one) in wanted for one in owned) and _copy_entries not in hooks:
-            module.register_state_dict_post_hook(_copy_entries)  # type: ignore[no-untyped-call]
+        if any(id(one) in parameters for one in owned) and _copy_entries not in hooks:
+            module.register_state_dict_post_hook(_copy_entries)
 
 
 def _modules() -> list[torch.nn.Module]:

@@ -318,7 +318,7 @@ def test_layer_in_three_checkpoints(session: StandInSession, reentrant: bool) ->
     x = torch.ones(2, 4, requires_grad=True)
     for _ in range(3):
         x = checkpoint(layer, x, use_reentrant=reentrant)
-    x.sum().backward()  # type: ignore[no-untyped-call]
+    x.sum().backward()
     assert len(session.exchanges[0].pushes[0]) == 2
     optimizer.step()
 
@@ -330,7 +330,7 @@ def test_reentrant_checkpoint_without_passes_names_the_cure(session: StandInSess
     for _ in range(3):
         x = checkpoint(layer, x, use_reentrant=True)
     with pytest.raises(ConfigError, match="each segment of a reentrant checkpoint gives one"):
-        x.sum().backward()  # type: ignore[no-untyped-call]
+        x.sum().backward()
     assert optimizer.exchange_counters().steps == 0
 
 

@@ -1,0 +1,151 @@
+"""The torch face between processes: collectives, state, training against a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch_scenarios as scenarios
+from torch_ranks import TorchRanks
+
+from phub_collective import backends
+
+SIZE = 3  # neither 1 nor a power of two
+
+
+def usable(*names: str) -> list[Any]:
+    """Parameters; what cannot be used here is skipped with the reason."""
+    reasons = {name: backends.unavailable_reason(name) for name in names}
+    return [
+        pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {reason}")] if reason else [])
+        for name, reason in reasons.items()
+    ]
+
+
+every_backend = pytest.mark.parametrize(
+    "backend", usable("pbox", "ring", "halving_doubling", "gloo")
+)
+needs_pbox = pytest.mark.skipif(
+    backends.unavailable_reason("pbox") is not None, reason="no native core"
+)
+SERVER = {"optimizer_place": "server"}
+SHARED = {"optimizer_place": "server", "shared_model": True}
+on_server = pytest.mark.parametrize("options", [SERVER, SHARED], ids=["server", "shared"])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[TorchRanks]:
+    """A job whose unnamed choices are the PBox, or Gloo where there is no native core."""
+    missing = backends.unavailable_reason("pbox")
+    with TorchRanks(SIZE, backend="gloo" if missing else "pbox", timeout=20.0) as job:
+        yield job
+
+
+def test_identity(ranks: TorchRanks) -> None:
+    assert ranks.run(scenarios.identity) == [(r, SIZE, r, SIZE, 0, 1) for r in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        scenarios.reduce_every_dtype,
+        scenarios.reduce_in_all_spellings,
+        scenarios.reduce_groups,
+        scenarios.submit_in_different_orders,
+        scenarios.differentiate,
+        scenarios.broadcast_everything,
+        scenarios.refuse_bad_tensors,
+        scenarios.exchange_objects,
+        scenarios.broadcast_model,
+        scenarios.broadcast_optimizers,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_collectives(ranks: TorchRanks, scenario: Callable[[], None]) -> None:
+    ranks.run(scenario)
+
+
+def test_broadcast_of_different_models_names_both_sides(ranks: TorchRanks) -> None:
+    texts = ranks.run(scenarios.refuse_different_models)
+    for rank in range(1, SIZE):
+        assert (
+            f"rank {rank} has 'w' float32 (3,), rank 0 (the root) has 'w' float32 (2,)"
+            in (texts[rank])
+        )
+
+
+@every_backend
+def test_training_equals_the_single_process(ranks: TorchRanks, backend: str) -> None:
+    assert max(ranks.run(scenarios.train, {"backend": backend})) <= 1e-5
+
+
+@needs_pbox
+@on_server
+def test_training_on_the_server_equals_the_single_process(
+    ranks: TorchRanks, options: dict[str, Any]
+) -> None:
+    assert max(ranks.run(scenarios.train, options)) <= 1e-5
+
+
+@every_backend
+def test_ranks_may_use_different_branches(ranks: TorchRanks, backend: str) -> None:
+    assert max(ranks.run(scenarios.train_different_branches, backend)) <= 1e-5
+
+
+@every_backend
+def test_accumulation_clipping_casts_and_layouts(ranks: TorchRanks, backend: str) -> None:
+    assert max(ranks.run(scenarios.train_with_changes, backend)) <= 1e-5
+
+
+@every_backend
+def test_two_optimizers(ranks: TorchRanks, backend: str) -> None:
+    assert max(ranks.run(scenarios.train_two_models, backend)) <= 1e-5
+
+
+@needs_pbox
+@on_server
+def test_loaded_weights_are_adopted(ranks: TorchRanks, options: dict[str, Any]) -> None:
+    assert max(ranks.run(scenarios.adopt_loaded_weights, options)) <= 1e-5
+
+
+def test_bytes_leave_while_backward_goes_on(ranks: TorchRanks) -> None:
+    for error, part in ranks.run(scenarios.overlap, {}):
+        assert error <= 1e-5
+        assert part >= 0.5
+
+
+@every_backend
+def test_models_that_differ_are_refused_at_registration(ranks: TorchRanks, backend: str) -> None:
+    """Every rank gets the error, both sides are named, and the job goes on."""
+    for text in ranks.run(scenarios.open_different_models, backend):
+        assert "'weight'" in text
+        assert "rank 0 has" in text
+        assert "rank 1 has" in text or "rank 2 has" in text
+    assert max(ranks.run(scenarios.train, {"backend": backend})) <= 1e-5
+
+
+@needs_pbox
+def test_overlap_on_four_ranks_over_tcp() -> None:
+    with TorchRanks(4, backend="pbox", lane="tcp") as job:
+        for error, part in job.run(scenarios.overlap, {}):
+            assert error <= 1e-5
+            assert part >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        *[pytest.param(*one.values, {}, marks=one.marks) for one in usable("pbox", "ring", "gloo")],
+        pytest.param("pbox", SERVER, marks=needs_pbox),
+        pytest.param("pbox", SHARED, marks=needs_pbox),
+    ],
+)
+def test_lost_rank_is_an_error_everywhere(backend: str, options: dict[str, Any]) -> None:
+    timeout = 10.0
+    with TorchRanks(SIZE, backend=backend, timeout=timeout) as job:
+        found = job.run(scenarios.lose_a_rank, options, dying=[SIZE - 1])
+    for text, elapsed in found[:-1]:
+        assert text.startswith("PeerLost")
+        assert f"rank {SIZE - 1}" in text
+        assert elapsed < timeout
