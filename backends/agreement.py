@@ -14,7 +14,7 @@ from typing import Protocol
 
 from phub_collective.backends.base import Context
 from phub_collective.backends.negotiation import Announcement, Decision, Negotiation
-from phub_collective.errors import PeerLost, PeerTimeout, PhubError
+from phub_collective.errors import InternalError, PeerLost, PeerTimeout, PhubError
 
 BELL_S = 60.0  # how long one wait for a round may last before it is begun again
 CLOSE_S = 5.0  # how long `close` waits for the other ranks' last round
@@ -88,6 +88,9 @@ class Agreement:
                 pass
         except PhubError as error:
             self._end(error, is_loss=True)
+        except Exception as error:  # a thread that ends silently would leave waits without end
+            self._end(InternalError(f"[{self._label}] {error!r}"), is_loss=True)
+            raise
 
     def _take_part(self) -> bool:
         """Wait for the next round and go through it; False after the last."""

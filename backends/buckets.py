@@ -35,7 +35,9 @@ class Bucket:
     work: Work | None = None
 
 
-def plan(dtypes: Sequence[DType], offsets: Sequence[int], ends: Sequence[int], limit: int) -> list[Bucket]:
+def plan(
+    dtypes: Sequence[DType], offsets: Sequence[int], ends: Sequence[int], limit: int
+) -> list[Bucket]:
     """Cut the key table, last key first (the order in which backward makes gradients), into
     buckets of one dtype and at most `limit` bytes (a larger key is a bucket of its own)."""
     buckets: list[Bucket] = []
@@ -85,7 +87,9 @@ class BucketExchange(Exchange):
         )
 
     def initialize(self, root: int = 0) -> None:
-        works = [self._backend.submit(self._operation(b, Kind.BROADCAST, root)) for b in self._buckets]
+        works = [
+            self._backend.submit(self._operation(b, Kind.BROADCAST, root)) for b in self._buckets
+        ]
         for work in works:
             work.wait()
 
@@ -111,7 +115,9 @@ class BucketExchange(Exchange):
         for bucket in self._buckets:
             if bucket.work is None:
                 names = [self._spec.keys[k].name for k in sorted(bucket.missing)][:3]
-                raise ConfigError(f"[{self._backend.name}] wait() before these keys were pushed: {names}")
+                raise ConfigError(
+                    f"[{self._backend.name}] wait() before these keys were pushed: {names}"
+                )
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait(timeout)
@@ -153,4 +159,6 @@ def compare_tables(context: Context, spec: ExchangeSpec) -> None:
         theirs = table.decode().split("\n")
         if theirs != mine:
             where = first_difference(mine, theirs, f"rank {context.rank}", f"rank {rank}")
-            raise MismatchError(f"[exchange {spec.name}] key tables differ at {where}; make them equal")
+            raise MismatchError(
+                f"[exchange {spec.name}] key tables differ at {where}; make them equal"
+            )

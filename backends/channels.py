@@ -101,6 +101,8 @@ class ChannelWork:
                 self.end(None)
                 return
         self.handle = channel.start(self._transfer, self.look)
+        if self.handle.wait(0.0):  # so soon that `look` came too early
+            self._complete(self.handle)
 
     def look(self) -> None:
         """Complete the operation if the library has ended it."""
@@ -314,7 +316,8 @@ class ChannelBackend(Backend):
             self._once.pop(refuse.name, None)
             answered = named is not None and named.answered
             work = self._flying.get(refuse.name)
-            if work is not None and (work.announced or answered):
+            # What was announced and started is an earlier use, which this does not concern.
+            if work is not None and (answered or (work.announced and work.handle is None)):
                 self._fail(work, error)
             elif self.context.rank in refuse.waiting and not answered:
                 self._refusals[refuse.name].append(error)

@@ -17,7 +17,7 @@ from phub_collective.backends.channels import Channel, ChannelBackend, Handle
 from phub_collective.backends.transfer import Transfer
 from phub_collective.errors import BackendUnavailable, PeerTimeout, PhubError
 
-MAX_CHANNELS = 32  # each has a socket for every peer, and a thread
+MAX_CHANNELS = 16  # each has a socket for every peer, and a thread
 
 
 def is_available() -> str | None:

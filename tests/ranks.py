@@ -48,7 +48,7 @@ class ThreadRanks:
         while (task := tasks.get()) is not None:
             task()
 
-    def run(self, fn: Callable[..., Result], *args: Any, limit: float = 60.0) -> list[Result]:
+    def run(self, fn: Callable[..., Result], *args: Any, limit: float = 90.0) -> list[Result]:
         """The results of ``fn(context, *args)`` by rank.
 
         Raises:
@@ -97,7 +97,7 @@ class ThreadRanks:
 
 
 def run_threads(
-    size: int, fn: Callable[..., Result], *args: Any, limit: float = 60.0, **settings: Any
+    size: int, fn: Callable[..., Result], *args: Any, limit: float = 90.0, **settings: Any
 ) -> list[Result]:
     """One call of ``fn(context, *args)`` on each of `size` threads; see `ThreadRanks.run`."""
     with ThreadRanks(size, **settings) as ranks:
@@ -108,7 +108,7 @@ def run_processes(
     size: int,
     fn: Callable[..., Result],
     *args: Any,
-    limit: float = 60.0,
+    limit: float = 90.0,
     dying: Collection[int] = (),
     **settings: Any,
 ) -> list[Result | None]:

@@ -28,11 +28,12 @@ from phub_collective.errors import (
     ConfigError,
     DuplicateName,
     MismatchError,
+    PeerLost,
     PeerTimeout,
     PhubError,
 )
 
-WAIT_S = 20.0  # no correct operation here takes as long, also on a loaded machine
+WAIT_S = 60.0  # no correct operation here takes as long, also on a loaded machine
 
 
 def allreduce(backend: Backend, name: str, array: np.ndarray, op: ReduceOp = ReduceOp.SUM) -> None:
@@ -185,6 +186,18 @@ def a_missing_rank_is_a_timeout(backend: Backend, name: str = "late") -> None:
         rendezvous.all_gather("waited", b"")
     work.wait(WAIT_S)
     assert (array == size).all()
+
+
+def a_rank_that_left_is_an_error(backend: Backend) -> None:
+    """The last rank closes in good order; what the others submit then must not wait for ever."""
+    rank, size = backend.context.rank, backend.context.size
+    for _ in range(3):
+        allreduce(backend, "all", np.ones(10, np.float32))
+    if rank == size - 1:
+        backend.close()
+        return
+    with pytest.raises((PeerLost, PeerTimeout)):
+        backend.submit(Operation(Kind.ALLREDUCE, "some", Buffer.of(np.ones(3)))).wait(5.0)
 
 
 MISMATCHES = {

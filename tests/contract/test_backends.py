@@ -50,6 +50,13 @@ def test_mismatch_names_both_sides(
     job.check(checks.mismatch_names_both_sides, what, uses_before)
 
 
+@pytest.mark.parametrize("arguments", lineup(3))
+def test_a_rank_that_left_is_an_error(
+    fresh_job: Callable[..., Job], arguments: tuple[str, str, int]
+) -> None:
+    fresh_job(*arguments).check(checks.a_rank_that_left_is_an_error)
+
+
 @pytest.mark.parametrize("arguments", lineup(2))
 def test_nothing_works_after_close(
     fresh_job: Callable[..., Job], arguments: tuple[str, str, int]
