@@ -7,6 +7,7 @@ neither used nor needed.
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from phub_collective.backends.base import Backend, Context, Kind
 from phub_collective.backends.channels import Channel, ChannelBackend, Handle
 from phub_collective.backends.transfer import Transfer
 from phub_collective.errors import BackendUnavailable, PeerTimeout, PhubError
+from phub_collective.meeting import own_addresses
 
 MAX_CHANNELS = 16  # each has a socket for every peer, and a thread
 
@@ -126,13 +128,17 @@ class GlooWork:
 
 
 def _device(context: Context) -> Any:
-    """Loopback when all ranks share a host, else what torch chooses (GLOO_SOCKET_IFNAME, or the
-    address of the host's name)."""
+    """Loopback when all ranks share a host; else torch's GLOO_SOCKET_IFNAME, or the first address
+    of this host that others can reach."""
     from torch.distributed import ProcessGroupGloo
 
     if context.local_size == context.size:
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return ProcessGroupGloo.create_default_device()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    reachable = [host for host in own_addresses() if not host.startswith("127.")]
+    return ProcessGroupGloo.create_device(hostname=[*reachable, "127.0.0.1"][0])
 
 
 def _store(context: Context, prefix: str) -> Any:
