@@ -35,37 +35,47 @@ class Record:
 
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
-    rise: int = 0  # peak PSS of this worker above the one before opening
-    server_rise: int = 0  # the same of the server; rank 0 only
-    held: int = 0  # sizes of the model's own arrays that opening made
-    share: int = 0  # the part of them in this worker's PSS
-    huge: int = 0  # the part of them in huge pages
+    private: int = 0  # bytes of the model's own arrays that opening made: this worker's own
+    shared: int = 0  # and those in memory that it shares
+    huge: int = 0  # the part of both in huge pages
+    worker_peak: int = 0  # see PeakMeter; on rank 0 only, which watches all
+    server_peak: int | None = None
 
 
 class Stopwatch:
     """One rank's part of a measurement. All ranks make the same calls in the same order."""
 
-    def __init__(self, subjects: Sequence[Subject], gate: Gate, warmup: int) -> None:
-        self._subjects, self._gate, self._warmup = subjects, gate, warmup
+    def __init__(
+        self, subjects: Sequence[Subject], gate: Gate, workers: Sequence[int], warmup: int
+    ) -> None:
+        """`workers`: the process of each rank."""
+        self._subjects, self._gate, self._workers = subjects, gate, workers
+        self._warmup = warmup
         self.records = [Record() for _ in subjects]
 
     def open(self) -> None:
         """Open and warm every subject up, one after the other, with an eye on the memory."""
         for subject, record in zip(self._subjects, self.records, strict=True):
-            server = getattr(subject.backend, "server_pid", None) if subject.rank == 0 else None
             settle()
             self._gate.pause()
-            with PeakMeter([os.getpid(), *([server] if server else [])]) as meter:
-                with self._named(subject, "opening"):
-                    subject.open()
-                for _ in range(self._warmup):
-                    self._iterate(subject, record)
-                self._gate.pause()
+            if subject.rank == 0:
+                server = getattr(subject.backend, "server_pid", None)
+                with PeakMeter(self._workers, server) as meter:
+                    self._warm_up(subject, record)
+                record.worker_peak, record.server_peak = meter.worker, meter.server
+            else:
+                self._warm_up(subject, record)
             own = held(subject.arrays())
-            record.held, record.share, record.huge = own.nbytes, own.share, own.huge
-            record.rise = meter.rise[os.getpid()]
-            record.server_rise = meter.rise.get(server, 0) if server else 0
+            record.private, record.shared, record.huge = own.private, own.shared, own.huge
             record.seconds.clear()
+
+    def _warm_up(self, subject: Subject, record: Record) -> None:
+        self._gate.pause()  # the meter has begun
+        with self._named(subject, "opening"):
+            subject.open()
+        for _ in range(self._warmup):
+            self._iterate(subject, record)
+        self._gate.pause()
 
     def run(self, iterations: int) -> None:
         """Timed iterations in turn, each round beginning with another subject."""
@@ -100,7 +110,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure `subjects` side by side and return one row each, the same on every rank.
     Collective."""
-    watch = Stopwatch(subjects, gate, warmup)
+    workers = [int(pid) for pid in rendezvous.all_gather("bench/pids", str(os.getpid()).encode())]
+    watch = Stopwatch(subjects, gate, workers, warmup)
     watch.open()
     watch.run(iterations)
     mine = json.dumps([asdict(record) for record in watch.records]).encode()
@@ -141,15 +152,15 @@ def _row(subject: Subject, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _memory(subject: Subject, records: Sequence[Record]) -> dict[str, Any]:
-    """Peak memory beyond the model's own arrays, in bytes. Shared arrays are charged to each
-    process by its share, so what the workers are not charged of them is the server's."""
-    server: int | None = None
-    if records[0].server_rise:
-        arrays = subject.job_nbytes(len(records), records[0].held) - sum(r.share for r in records)
-        server = records[0].server_rise - arrays - subject.server_nbytes()
+    """Peak memory beyond the model's own arrays, in bytes."""
+    first = records[0]
+    server = first.server_peak
+    if server is not None:
+        shared = subject.job_nbytes(len(records), first.shared)
+        server -= shared + subject.server_nbytes()
     return {
-        "worker_beyond_bytes": max(r.rise - r.share for r in records),
+        "worker_beyond_bytes": first.worker_peak - first.private,
         "server_beyond_bytes": server,
-        "arena_bytes": records[0].held,
-        "arena_huge_bytes": records[0].huge,
+        "arena_bytes": first.private + first.shared,
+        "arena_huge_bytes": first.huge,
     }

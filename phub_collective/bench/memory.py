@@ -1,7 +1,9 @@
 """Memory of processes and of arrays, as the kernel counts it (Linux, /proc).
 
-PSS counts a shared page once for all processes that map it, so the sum over the workers and the
-server is what the job really holds.
+PSS divides a shared page among the processes that map it at that moment, so the sum over a job's
+processes is what the job holds. The share of one of them changes as others map a page or not;
+therefore memory that a server shares with its workers is summed over all of them and counted as
+the server's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import ctypes
 import gc
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +20,25 @@ from types import TracebackType
 import numpy as np
 
 
-def pss(pid: int | None = None) -> int:
-    """Proportional set size in bytes of process `pid` (None: this one); 0 when it is gone."""
-    try:
-        text = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) << 10 if match else 0
+@dataclass(frozen=True)
+class Pss:
+    """Proportional set size of a process, in bytes: shared memory, and everything else."""
+
+    shared: int
+    other: int
+
+    @staticmethod
+    def of(pid: int) -> Pss:
+        """As it is now; zeros when the process is gone."""
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return Pss(0, 0)
+        sizes = {
+            name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)
+        }
+        shared = sizes.get("Pss_Shmem", 0)
+        return Pss(shared, sizes.get("Pss", 0) - shared)
 
 
 def settle() -> None:
@@ -38,20 +51,39 @@ def settle() -> None:
 
 
 class PeakMeter:
-    """Samples the PSS of some processes while the block runs; `rise[pid]` is the highest sample
-    less the first one, in bytes. For untimed work only: a sample costs milliseconds."""
+    """Samples a job's memory while the block runs. For untimed work only: a sample costs
+    milliseconds.
+
+    Attributes:
+        worker: highest rise of any worker since the block began, in bytes; without what it
+            shares when there is a server.
+        server: the same of the server, and of what all processes share; None without a server.
+    """
 
     INTERVAL = 0.01  # seconds between samples
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._first = {pid: pss(pid) for pid in pids}
-        self._peak = dict(self._first)
+    def __init__(self, workers: Sequence[int], server: int | None) -> None:
+        self._workers, self._server = workers, server
+        self._begin = {pid: Pss.of(pid) for pid in self._pids()}
+        self.worker = 0
+        self.server = None if server is None else 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
 
+    def _pids(self) -> list[int]:
+        return [*self._workers, *([] if self._server is None else [self._server])]
+
     def _sample(self) -> None:
-        for pid in self._peak:
-            self._peak[pid] = max(self._peak[pid], pss(pid))
+        rises = {}
+        for pid, begin in self._begin.items():
+            now = Pss.of(pid)
+            rises[pid] = Pss(now.shared - begin.shared, now.other - begin.other)
+        shared = sum(rise.shared for rise in rises.values())
+        for pid in self._workers:
+            own = rises[pid].other + (rises[pid].shared if self._server is None else 0)
+            self.worker = max(self.worker, own)
+        if self._server is not None and self.server is not None:
+            self.server = max(self.server, rises[self._server].other + shared)
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL):
@@ -71,10 +103,6 @@ class PeakMeter:
         self._thread.join()
         self._sample()
 
-    @property
-    def rise(self) -> dict[int, int]:
-        return {pid: self._peak[pid] - self._first[pid] for pid in self._peak}
-
 
 @dataclass
 class Mapping:
@@ -82,27 +110,27 @@ class Mapping:
 
     begin: int
     end: int
+    is_file: bool  # or a memory file
     sizes: dict[str, int] = field(default_factory=dict)
 
     @property
     def huge(self) -> int:
         """Bytes that stand in huge pages of any kind."""
-        names = (
-            "AnonHugePages",
-            "ShmemPmdMapped",
-            "FilePmdMapped",
-            "Shared_Hugetlb",
-            "Private_Hugetlb",
+        return self.reserved + sum(
+            self.sizes.get(name, 0) for name in ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
         )
-        return sum(self.sizes.get(name, 0) for name in names)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes from the reserve of huge pages, which PSS leaves out."""
+        return self.sizes.get("Shared_Hugetlb", 0) + self.sizes.get("Private_Hugetlb", 0)
 
 
 def _mappings() -> list[Mapping]:
     found: list[Mapping] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if head:
-            found.append(Mapping(int(head[1], 16), int(head[2], 16)))
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", line):
+            found.append(Mapping(int(head[1], 16), int(head[2], 16), head[3] != "0"))
         elif size := re.match(r"(\w+):\s+(\d+) kB", line):
             found[-1].sizes[size[1]] = int(size[2]) << 10
     return found
@@ -110,29 +138,28 @@ def _mappings() -> list[Mapping]:
 
 @dataclass(frozen=True)
 class Held:
-    """What some arrays of this process hold, in bytes."""
+    """What some arrays of this process hold, in bytes; reserved huge pages are in `huge` only."""
 
-    nbytes: int  # their sizes
-    share: int  # the part of it that PSS charges to this process
-    huge: int  # the part of it in huge pages
+    private: int
+    shared: int
+    huge: int
 
 
 def held(arrays: Iterable[np.ndarray]) -> Held:
-    """Look the arrays' mappings up. An array within a larger mapping gets its fraction of it."""
+    """Look the arrays' mappings up. An array in a part of a mapping gets its part of the pages."""
     mappings = _mappings()
-    nbytes = share = huge = 0
+    private = shared = huge = 0
     for array in arrays:
-        address, size = int(array.__array_interface__["data"][0]), int(array.nbytes)
-        nbytes += size
-        share += size
+        address = int(array.__array_interface__["data"][0])
         for mapping in mappings:
-            overlap = min(mapping.end, address + size) - max(mapping.begin, address)
+            overlap = min(mapping.end, address + array.nbytes) - max(mapping.begin, address)
             if overlap <= 0:
                 continue
-            resident = mapping.sizes.get("Rss", 0)
-            if resident:
-                share -= int(overlap * (1 - mapping.sizes["Pss"] / resident))
-            elif mapping.huge:
-                share -= overlap  # hugetlbfs pages are in neither RSS nor PSS
-            huge += int(overlap * mapping.huge / (mapping.end - mapping.begin))
-    return Held(nbytes, share, huge)
+            part = overlap / (mapping.end - mapping.begin)
+            huge += int(part * mapping.huge)
+            counted = overlap - int(part * mapping.reserved)
+            if mapping.is_file:
+                shared += counted
+            else:
+                private += counted
+    return Held(private, shared, huge)

@@ -67,13 +67,20 @@ class Subject(abc.ABC):
         """The model's own arrays in this process that opening made."""
         return []
 
-    def job_nbytes(self, ranks: int, held: int) -> int:
-        """Bytes of `arrays` over all ranks, each memory counted once; `held`: on one rank."""
-        return ranks * held
+    def job_nbytes(self, ranks: int, shared: int) -> int:
+        """Bytes of all ranks' `arrays` in shared memory, each counted once; `shared`: of one
+        rank."""
+        return ranks * shared
 
     def server_nbytes(self) -> int:
-        """Bytes of the model's own arrays that only a server keeps in this mode."""
-        return 0
+        """Bytes of the model's own arrays that only a server keeps in this mode: the optimizer's,
+        and accumulators where gradients arrive over a network. In shared memory they are summed
+        where they stand. Where the sum itself is the answer there are two accumulators: one is
+        sent while the next step is summed in the other."""
+        return 0 if self._over_shm() else 2 * self.work.nbytes
+
+    def _over_shm(self) -> bool:
+        return self.backend.context.config.lane != "tcp"
 
     def close(self) -> None:
         return None
@@ -194,9 +201,6 @@ class ArenaAllreduce(ExchangeSubject):
     def check(self) -> int:
         return self._wrong_keys(self.exchange.result, self.numbers.total(self.iteration))
 
-    def server_nbytes(self) -> int:
-        return self.work.nbytes  # accumulators
-
 
 class Reference:
     """The exact weights of SGD (HYPER) over the pattern, as int64 rows."""
@@ -245,7 +249,7 @@ class ServerOptimizer(ExchangeSubject):
         return self._wrong_keys(self.exchange.result, self._reference.weights)
 
     def server_nbytes(self) -> int:
-        return 3 * self.work.nbytes  # weights, momentum, accumulators
+        return (2 if self._over_shm() else 3) * self.work.nbytes  # weights, momentum, accumulators
 
 
 class SharedModel(ServerOptimizer):
@@ -254,12 +258,12 @@ class SharedModel(ServerOptimizer):
     mode = "shared-model"
     shared_model = True
 
-    def job_nbytes(self, ranks: int, held: int) -> int:
+    def job_nbytes(self, ranks: int, shared: int) -> int:
         arena = int(self.exchange.arena.nbytes)
-        return ranks * arena + (held - arena)  # all ranks see the same weights
+        return ranks * arena + (shared - arena)  # all ranks see the same weights
 
     def server_nbytes(self) -> int:
-        return 2 * self.work.nbytes  # momentum, accumulators; the weights are among `arrays`
+        return self.work.nbytes  # momentum; the weights are among `arrays`
 
 
 class WorkerSgd:

@@ -3,12 +3,13 @@ threads here, and the backends small stand-ins that can be made to fail."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from phub_collective.backends.base import (
 from phub_collective.bench import bandwidth, hugepages, pattern, report
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.measure import measure
-from phub_collective.bench.memory import PeakMeter, held
+from phub_collective.bench.memory import PeakMeter, held, settle
 from phub_collective.bench.pattern import Pattern
 from phub_collective.bench.plan import Plan, Workload, format_bytes, parse_bytes
 from phub_collective.bench.subjects import (
@@ -234,56 +235,71 @@ class TestGate:
         assert caught.value.rank == 1
 
 
-class TestMemory:
-    def test_private_arrays_are_wholly_ours(self) -> None:
-        arrays = [np.ones(4 << 20, np.uint8), np.ones(1 << 20, np.uint8)]
-        found = held(arrays)
-        assert found.nbytes == 5 << 20
-        assert abs(found.share - found.nbytes) < 64 << 10
+@contextlib.contextmanager
+def memory_file(nbytes: int) -> Iterator[int]:
+    """A descriptor of shared memory."""
+    file = os.memfd_create("bench-test")
+    try:
+        os.ftruncate(file, nbytes)
+        yield file
+    finally:
+        os.close(file)
 
-    def test_a_page_that_two_processes_map_is_half_ours(self, tmp_path: Path) -> None:
-        file = tmp_path / "shared"
-        file.write_bytes(b"1" * (8 << 20))
-        code = (
-            "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0);"
-            "m[::4096]; print('mapped', flush=True); sys.stdin.read()"
-        )
-        with file.open("r+b") as opened:
-            ours = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.uint8)
-        assert int(ours.sum()) > 0
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        with child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"mapped\n"
-            found = held([ours])
-            assert child.stdin is not None
-            child.stdin.close()
-        assert found.nbytes == 8 << 20
-        assert abs(found.share - (4 << 20)) < 64 << 10
+
+class TestMemory:
+    def test_private_arrays_and_shared_ones_are_told_apart(self) -> None:
+        private = np.ones(5 << 20, np.uint8)
+        with memory_file(8 << 20) as file:
+            shared = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+        found = held([private[: 4 << 20], private[4 << 20 :], shared[: 2 << 20]])
+        assert (found.private, found.shared) == (5 << 20, 2 << 20)
+        assert 0 <= found.huge <= 7 << 20
 
     def test_the_peak_is_seen_after_it_is_gone(self) -> None:
-        sampled = threading.Event()
+        seen = threading.Event()
 
         class Watched(PeakMeter):
             def _sample(self) -> None:
                 super()._sample()
-                if self.rise[os.getpid()] > 60 << 20:
-                    sampled.set()
+                if self.worker > 60 << 20:
+                    seen.set()
 
-        with Watched([os.getpid()]) as meter:
+        with Watched([os.getpid()], None) as meter:
             passing = np.ones(64 << 20, np.uint8)
-            assert sampled.wait(20)
+            assert seen.wait(20)
             del passing
-        assert 60 << 20 < meter.rise[os.getpid()] < 90 << 20
+        assert 60 << 20 < meter.worker < 90 << 20
+        assert meter.server is None
+
+    def test_what_is_shared_with_a_server_is_the_servers_and_counted_once(self) -> None:
+        server = subprocess.Popen(
+            [sys.executable, "-c", "import sys; print(flush=True); input();"
+             "x = b'1' * (16 << 20); print(flush=True); sys.stdin.read()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        with server, memory_file(32 << 20) as file:
+            assert server.stdout is not None
+            assert server.stdin is not None
+            server.stdout.readline()
+            settle()  # else the array may come from memory that is ours already
+            with PeakMeter([os.getpid()], server.pid) as meter:
+                shared = np.frombuffer(mmap.mmap(file, 0), np.uint8)
+                shared.fill(1)
+                private = np.ones(8 << 20, np.uint8)
+                print(file=server.stdin, flush=True)
+                server.stdout.readline()
+            assert private.size
+            server.stdin.close()
+        assert meter.server is not None
+        assert abs(meter.server - (48 << 20)) < 4 << 20
+        assert abs(meter.worker - (8 << 20)) < 4 << 20
 
     def test_a_process_that_is_gone_holds_nothing(self) -> None:
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait()
-        with PeakMeter([gone.pid]) as meter:
+        with PeakMeter([gone.pid], None) as meter:
             pass
-        assert meter.rise == {gone.pid: 0}
+        assert meter.worker == 0
 
 
 class TestHugePages:
