@@ -2,14 +2,14 @@
 or alone."""
 
 import torch
-import torch_scenarios as scenarios
+import torch_training as training
 
 import phub_collective.torch as hvd
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
-    error = scenarios.train({})
+    error = training.train({})
     assert error <= 1e-5, error
     print(f"rank {hvd.rank()} of {hvd.size()} trained", flush=True)
     hvd.shutdown()

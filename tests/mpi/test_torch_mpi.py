@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_scenarios as scenarios
+import torch_training as training
 
 import phub_collective.torch as hvd
 from phub_collective import backends
@@ -56,4 +57,4 @@ def test_training_equals_the_single_process(options: dict[str, Any]) -> None:
     reason = backends.unavailable_reason(options["backend"])
     if reason is not None:
         pytest.skip(reason)
-    assert scenarios.train(options) <= 1e-5
+    assert training.train(options) <= 1e-5

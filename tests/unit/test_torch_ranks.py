@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch_scenarios as scenarios
+import torch_training as training
 from torch_ranks import TorchRanks
 
 from phub_collective import backends
@@ -77,7 +78,7 @@ def test_broadcast_of_different_models_names_both_sides(ranks: TorchRanks) -> No
 
 @every_backend
 def test_training_equals_the_single_process(ranks: TorchRanks, backend: str) -> None:
-    assert max(ranks.run(scenarios.train, {"backend": backend})) <= 1e-5
+    assert max(ranks.run(training.train, {"backend": backend})) <= 1e-5
 
 
 @needs_pbox
@@ -85,32 +86,37 @@ def test_training_equals_the_single_process(ranks: TorchRanks, backend: str) -> 
 def test_training_on_the_server_equals_the_single_process(
     ranks: TorchRanks, options: dict[str, Any]
 ) -> None:
-    assert max(ranks.run(scenarios.train, options)) <= 1e-5
+    assert max(ranks.run(training.train, options)) <= 1e-5
 
 
 @every_backend
 def test_ranks_may_use_different_branches(ranks: TorchRanks, backend: str) -> None:
-    assert max(ranks.run(scenarios.train_different_branches, backend)) <= 1e-5
+    assert max(ranks.run(training.train_different_branches, backend)) <= 1e-5
 
 
 @every_backend
 def test_accumulation_clipping_casts_and_layouts(ranks: TorchRanks, backend: str) -> None:
-    assert max(ranks.run(scenarios.train_with_changes, backend)) <= 1e-5
+    assert max(ranks.run(training.train_with_changes, backend)) <= 1e-5
 
 
 @every_backend
 def test_two_optimizers(ranks: TorchRanks, backend: str) -> None:
-    assert max(ranks.run(scenarios.train_two_models, backend)) <= 1e-5
+    assert max(ranks.run(training.train_two_models, backend)) <= 1e-5
 
 
 @needs_pbox
 @on_server
 def test_loaded_weights_are_adopted(ranks: TorchRanks, options: dict[str, Any]) -> None:
-    assert max(ranks.run(scenarios.adopt_loaded_weights, options)) <= 1e-5
+    assert max(ranks.run(training.adopt_loaded_weights, options)) <= 1e-5
+
+
+@needs_pbox
+def test_stray_write_to_the_shared_model_reaches_nobody_else(ranks: TorchRanks) -> None:
+    assert ranks.run(training.stray_write) == [True] + [False] * (SIZE - 1)
 
 
 def test_bytes_leave_while_backward_goes_on(ranks: TorchRanks) -> None:
-    for error, part in ranks.run(scenarios.overlap, {}):
+    for error, part in ranks.run(training.overlap, {}):
         assert error <= 1e-5
         assert part >= 0.5
 
@@ -118,17 +124,17 @@ def test_bytes_leave_while_backward_goes_on(ranks: TorchRanks) -> None:
 @every_backend
 def test_models_that_differ_are_refused_at_registration(ranks: TorchRanks, backend: str) -> None:
     """Every rank gets the error, both sides are named, and the job goes on."""
-    for text in ranks.run(scenarios.open_different_models, backend):
+    for text in ranks.run(training.open_different_models, backend):
         assert "'weight'" in text
         assert "rank 0 has" in text
         assert "rank 1 has" in text or "rank 2 has" in text
-    assert max(ranks.run(scenarios.train, {"backend": backend})) <= 1e-5
+    assert max(ranks.run(training.train, {"backend": backend})) <= 1e-5
 
 
 @needs_pbox
 def test_overlap_on_four_ranks_over_tcp() -> None:
     with TorchRanks(4, backend="pbox", lane="tcp") as job:
-        for error, part in job.run(scenarios.overlap, {}):
+        for error, part in job.run(training.overlap, {}):
             assert error <= 1e-5
             assert part >= 0.5
 
@@ -144,7 +150,7 @@ def test_overlap_on_four_ranks_over_tcp() -> None:
 def test_lost_rank_is_an_error_everywhere(backend: str, options: dict[str, Any]) -> None:
     timeout = 10.0
     with TorchRanks(SIZE, backend=backend, timeout=timeout) as job:
-        found = job.run(scenarios.lose_a_rank, options, dying=[SIZE - 1])
+        found = job.run(training.lose_a_rank, options, dying=[SIZE - 1])
     for text, elapsed in found[:-1]:
         assert text.startswith("PeerLost")
         assert f"rank {SIZE - 1}" in text

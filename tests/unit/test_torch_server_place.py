@@ -1,16 +1,16 @@
 """DistributedOptimizer with the optimizer on the server, on a session without transport whose
 server is torch's own SGD."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from torch_small import assert_equal, backward, join, network, weights
 from torch_standin import StandInSession
 
 import phub_collective.torch as hvd
 from phub_collective.backends.base import Hyper
 from phub_collective.errors import ConfigError
-from phub_collective.torch import context
 
 PLACES = [{"optimizer_place": "server"}, {"optimizer_place": "server", "shared_model": True}]
 places = pytest.mark.parametrize("place", PLACES, ids=["copied", "shared"])
@@ -18,14 +18,7 @@ places = pytest.mark.parametrize("place", PLACES, ids=["copied", "shared"])
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> StandInSession:
-    standin = StandInSession()
-    monkeypatch.setattr(context, "_face", context.Face(cast(Any, standin)))
-    return standin
-
-
-def network() -> Any:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    return join(monkeypatch)
 
 
 def sgd_of(model: Any) -> Any:
@@ -34,11 +27,6 @@ def sgd_of(model: Any) -> Any:
 
 def wrapped(model: Any, **place: Any) -> Any:
     return hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), **place)
-
-
-def backward(model: Any, seed: int = 0) -> None:
-    data = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
-    model(data).square().sum().backward()
 
 
 def train(model: Any, optimizer: torch.optim.SGD, steps: int) -> list[torch.Tensor]:
@@ -50,15 +38,6 @@ def train(model: Any, optimizer: torch.optim.SGD, steps: int) -> list[torch.Tens
         optimizer.step()
         scheduler.step()
     return weights(model)
-
-
-def weights(model: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    for left, right in zip(one, other, strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
 
 
 @places
