@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         return _start_job(args)
     config = Config.from_environment(backend=args.backend, lane=args.lane)
     with Session.open(config) as session:
-        session.prepare(args.fresh)
+        session.selector.prepare(session.backend, args.fresh)
         if session.rank == 0:
             print("\n".join(report(session.selector, session.size, session.local_size, config)))
     return 0

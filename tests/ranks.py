@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -179,14 +180,19 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     """What a rank's process does."""
+    config = Config(**settings)
+    joined = StoreRendezvous([("127.0.0.1", port)], secret, rank, size, config.timeout)
     try:
-        config = Config(**settings)
-        address = ("127.0.0.1", port)
-        with StoreRendezvous([address], secret, rank, size, config.timeout) as rendezvous:
+        with joined as rendezvous:
             context = Context(rank, size, rank, size, rendezvous, config)
-            pipe.send((fn(context, *args), None))
+            try:
+                pipe.send((fn(context, *args), None))
+            except BaseException:
+                # Before the others see us leave: theirs would only be what follows from it.
+                pipe.send((None, traceback.format_exc()))
+                raise
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        sys.exit(1)
 
 
 def _too_late(size: int, results: dict[int, Any], limit: float) -> TimeoutError:
