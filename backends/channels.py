@@ -100,7 +100,11 @@ class ChannelWork:
             if not self._transfer.array.size:
                 self.end(None)
                 return
-        self.handle = channel.start(self._transfer, self.look)
+        try:
+            self.handle = channel.start(self._transfer, self.look)
+        except RuntimeError as error:  # the channel is broken already
+            self.end(self._owner.explain(self.name, str(error)))
+            return
         if self.handle.wait(0.0):  # so soon that `look` came too early
             self._complete(self.handle)
 
