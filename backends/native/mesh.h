@@ -48,8 +48,8 @@ class Mesh : public Sink, private Carrier {
                                     const Operation::Plans& plans);
   // Finished or failed; the buffer is free.
   bool done(const Operation& operation);
-  // Drives until done. Throws the operation's error, or Error(timeout) naming who is missing.
-  void wait(const Operation& operation, double timeout_s);
+  // Drives until done; false when timeout_s passed first. Throws the operation's error.
+  bool wait(const Operation& operation, double timeout_s);
   // Ranks that an unfinished operation waits for.
   std::vector<int> missing(const Operation& operation);
   // Finishes what is in flight, says bye and removes the lanes, within about timeout_s.
