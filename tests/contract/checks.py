@@ -11,6 +11,7 @@ import random
 import re
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -225,6 +226,11 @@ def mismatch_names_both_sides(backend: Backend, what: str, uses_before: int) -> 
     ours, theirs = _sides(what, rank, size)
     for _ in range(uses_before):
         backend.submit(ours).wait(WAIT_S)
+    if uses_before and ours.kind is Kind.BROADCAST and rank != 1:
+        # Once its name is known, a broadcast may be over here before rank 1 has begun.
+        with suppress(MismatchError):
+            backend.submit(ours).wait(WAIT_S)
+        return
     with pytest.raises(MismatchError) as caught:
         backend.submit(theirs if rank == 1 else ours).wait(WAIT_S)
     text = str(caught.value).lower()
