@@ -24,6 +24,8 @@ from phub_collective.backends import schedule
 
 Point = tuple[int, float]  # bytes, seconds
 
+WORTHWHILE = 1.1  # times faster another backend must be, for the choice to change with the size
+
 
 @dataclass(frozen=True)
 class Form:
@@ -155,10 +157,15 @@ def cheapest(curves: Mapping[str, Curve], nbytes: int) -> str:
 
 
 def decisions(curves: Mapping[str, Curve], sizes: Sequence[int]) -> list[tuple[int, str]]:
-    """The choice by size as (first size, backend) rows, looked for at the rising `sizes`."""
+    """The choice by size as (first size, backend) rows, looked for at the rising `sizes`. A row
+    goes on while its backend is within WORTHWHILE of the cheapest: less than that is noise, and
+    every further backend in use costs memory and connections."""
     rows: list[tuple[int, str]] = []
     for nbytes in sizes:
         best = cheapest(curves, nbytes)
-        if not rows or rows[-1][1] != best:
+        if not rows:
+            rows.append((nbytes, best))
+        current = curves[rows[-1][1]].seconds(nbytes)
+        if current > WORTHWHILE * curves[best].seconds(nbytes):
             rows.append((nbytes, best))
     return rows

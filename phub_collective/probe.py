@@ -20,7 +20,7 @@ from phub_collective.rendezvous import Rendezvous
 
 SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes
 WARM_UP = 3  # operations before everything: a name's first uses may set something up
-TURNS = 5
+TURNS = 9
 TURN_S = 4e-3  # a small operation is repeated within a turn for about so long
 SLOW_S = 0.02  # slower operations get fewer turns
 SLOW_TURNS = 3

@@ -106,6 +106,15 @@ def test_decisions_are_ranges_of_sizes() -> None:
     assert cheapest(curves, start) == "quick_flow"
 
 
+def test_a_small_gain_does_not_change_the_choice() -> None:
+    measured = {"a": [(1000, 1.0), (8000, 2.0)], "b": [(1000, 1.05), (8000, 1.9)]}
+    curves = {name: Curve.through("ring", 2, points) for name, points in measured.items()}
+    assert cheapest(curves, 8000) == "b"
+    assert decisions(curves, [1000, 8000]) == [(1000, "a")]
+    curves["b"] = Curve.through("ring", 2, [(1000, 1.05), (8000, 1.7)])
+    assert decisions(curves, [1000, 8000]) == [(1000, "a"), (8000, "b")]
+
+
 def test_ties_go_to_the_first() -> None:
     curve = Curve.through("ring", 2, [(1000, 1.0)])
     assert cheapest({"b": curve, "a": curve}, 5) == "b"
