@@ -102,7 +102,7 @@ def test_decisions_are_ranges_of_sizes() -> None:
     rows = decisions(curves, [1 << bit for bit in range(10, 28)])
     assert [name for _, name in rows] == ["quick_start", "quick_flow"]
     start = rows[1][0]
-    assert cheapest(curves, start // 2) == "quick_start"
+    assert cheapest(curves, start // 4) == "quick_start"
     assert cheapest(curves, start) == "quick_flow"
 
 
