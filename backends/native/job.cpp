@@ -133,6 +133,7 @@ void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
       return set_hyper(rank, header, payload);
     // A worker that ends because of an error says so, and the others learn the cause.
     case FrameKind::error:
+      if (header.length < sizeof(ErrorWire)) refuse(rank, "a short error frame");
       throw unpack_error(payload, header.length);
     default:
       refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
