@@ -1,8 +1,8 @@
 """How ranks agree on one order of operations: the rounds, over the job's rendezvous.
 
-Thread contract: `announce` and `close` from any thread; the listener is called on the agreement's
-own thread only. A round costs two visits to the rendezvous and happens only when somebody has
-announced something, so what is used over and over should announce rarely (see channels.py).
+Thread contract: public methods from any thread; the listener is called on the agreement's own
+thread only, and without its lock. A round costs two visits to the rendezvous and happens only when
+somebody has something to say, so what is used over and over should say little (see channels.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
 from phub_collective.backends.base import Context
@@ -18,6 +19,9 @@ from phub_collective.errors import InternalError, PeerLost, PeerTimeout, PhubErr
 
 BELL_S = 60.0  # how long one wait for a round may last before it is begun again
 CLOSE_S = 5.0  # how long `close` waits for the other ranks' last round
+ASK_S = 2.0  # how long an error waits for the ranks it could name
+
+Use = tuple[str, int]  # a name, and how many times it was used before
 
 
 class Listener(Protocol):
@@ -29,8 +33,32 @@ class Listener(Protocol):
     def decided(self, decision: Decision) -> None:
         """The next decision; the same ones in the same order on every rank."""
 
+    def has_begun(self, name: str, use: int) -> bool:
+        """Whether this rank has come to this use of a name."""
+        ...
+
     def ended(self, error: PhubError, is_loss: bool) -> None:
         """No more decisions: a rank was lost, or (`is_loss` false) closed in good order."""
+
+
+@dataclass
+class Words:
+    """What one rank says in one round."""
+
+    announced: list[Announcement] = field(default_factory=list)
+    asked: list[Use] = field(default_factory=list)  # who has not begun this use?
+    begun: dict[str, bool] = field(default_factory=dict)  # answers to the last round's questions
+    leaving: bool = False
+
+    def pack(self) -> bytes:
+        announced = [astuple(one) for one in self.announced]
+        return json.dumps([announced, self.asked, self.begun, self.leaving]).encode()
+
+    @staticmethod
+    def unpack(data: bytes) -> Words:
+        announced, asked, begun, leaving = json.loads(data)
+        uses = [(name, use) for name, use in asked]
+        return Words([Announcement(*one) for one in announced], uses, begun, leaving)
 
 
 class Agreement:
@@ -39,35 +67,46 @@ class Agreement:
     def __init__(self, context: Context, label: str, listener: Listener) -> None:
         self._rank, self._timeout = context.rank, context.config.timeout
         self._rendezvous, self._label, self._listener = context.rendezvous, label, listener
-        self._lock = threading.Lock()
-        # guarded by _lock
+        self._changed = threading.Condition()
+        # guarded by _changed
         self._negotiation = Negotiation(context.size)
-        self._mine: list[Announcement] = []
-        self._round = 0  # the round that takes what is announced now
+        self._mine = Words()
+        self._round = 0  # the round in which `_mine` is said
         self._rung = False  # this rank has rung the bell of that round
-        self._leaving = False
+        self._absent: dict[str, tuple[int, ...]] = {}  # the answers to questions
         self._ended: PhubError | None = None
         self._thread = threading.Thread(target=self._run, name=f"phub-{label}", daemon=True)
         self._thread.start()
 
     def announce(self, announcement: Announcement) -> None:
         """Tell all ranks in the next round. Raises the error that ended the agreement."""
-        with self._lock:
+        with self._changed:
             if self._ended is not None:
                 raise self._ended
-            self._mine.append(announcement)
+            self._mine.announced.append(announcement)
             self._ring()
 
     def missing(self, name: str) -> tuple[int, ...]:
         """The ranks that have not announced `name`, as far as is known here."""
-        with self._lock:
+        with self._changed:
             return self._negotiation.missing(name)
+
+    def absent(self, use: Use) -> tuple[int, ...]:
+        """Ask all ranks: those that have not begun this use; empty when too few answer in time."""
+        with self._changed:
+            if self._ended is None:
+                self._mine.asked.append(use)
+                self._ring()
+                key = _key(use)
+                self._changed.wait_for(lambda: key in self._absent or self._ended, ASK_S)
+                return self._absent.pop(key, ())
+        return ()
 
     def close(self) -> None:
         """Leave, so that the others' next announcement is an error and not a wait; idempotent."""
-        with self._lock:
-            if self._ended is None and not self._leaving:
-                self._leaving = True
+        with self._changed:
+            if self._ended is None and not self._mine.leaving:
+                self._mine.leaving = True
                 self._ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
@@ -99,35 +138,57 @@ class Agreement:
             self._rendezvous.get(bell, BELL_S)
         except PeerTimeout:
             return True  # nobody had anything to say
-        with self._lock:
-            mine, self._mine = self._mine, []
-            leaving = self._leaving
+        with self._changed:
+            mine, self._mine = self._mine, Words()
             self._round += 1
             self._rung = False
-        said = json.dumps([leaving, [[a.name, a.description, a.use, a.differs] for a in mine]])
-        answers = self._rendezvous.all_gather(f"{self._label}/round", said.encode(), self._timeout)
+        answers = self._rendezvous.all_gather(f"{self._label}/round", mine.pack(), self._timeout)
         if self._rank == 0:
             self._rendezvous.discard(bell)
-        heard = [json.loads(answer) for answer in answers]
-        round_ = [[Announcement(*fields) for fields in many] for _, many in heard]
-        self._listener.announced([one for many in round_ for one in many])
-        with self._lock:
-            decisions = self._negotiation.take(round_)
+        heard = [Words.unpack(answer) for answer in answers]
+        self._note_answers(heard)
+        self._answer({use for words in heard for use in words.asked})
+        self._listener.announced([one for words in heard for one in words.announced])
+        with self._changed:
+            decisions = self._negotiation.take([words.announced for words in heard])
         for decision in decisions:
             self._listener.decided(decision)
-        gone = [rank for rank, (left, _) in enumerate(heard) if left]
+        return self._stays(heard)
+
+    def _note_answers(self, heard: Sequence[Words]) -> None:
+        with self._changed:
+            for key in {key for words in heard for key in words.begun}:
+                self._absent[key] = tuple(
+                    rank for rank, words in enumerate(heard) if not words.begun.get(key, True)
+                )
+            self._changed.notify_all()
+
+    def _answer(self, uses: set[Use]) -> None:
+        begun = {_key(use): self._listener.has_begun(*use) for use in uses}
+        if begun:
+            with self._changed:
+                self._absent.clear()  # of questions that nobody waits for any more
+                self._mine.begun.update(begun)
+                self._ring()
+
+    def _stays(self, heard: Sequence[Words]) -> bool:
+        """Whether all ranks stay; if not, this was the last round for everybody."""
+        gone = [rank for rank, words in enumerate(heard) if words.leaving]
         if gone:
-            self._end(
-                PeerLost(
-                    f"[{self._label}] rank {self._rank}: rank {gone[0]} closed its backend; "
-                    "close it on all ranks after the last operation",
-                    gone[0],
-                ),
-                is_loss=False,
+            text = (
+                f"[{self._label}] rank {self._rank}: rank {gone[0]} closed its backend; close it "
+                "on all ranks after the last operation"
             )
+            self._end(PeerLost(text, gone[0]), is_loss=False)
         return not gone
 
     def _end(self, error: PhubError, is_loss: bool) -> None:
-        with self._lock:
+        with self._changed:
             self._ended = error
+            self._changed.notify_all()
         self._listener.ended(error, is_loss)
+
+
+def _key(use: Use) -> str:
+    """A use as a key of JSON."""
+    return f"{use[1]} {use[0]}"

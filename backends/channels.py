@@ -14,6 +14,7 @@ in the same way; then the channel serves the new shape.
 from __future__ import annotations
 
 import abc
+import logging
 import secrets
 import threading
 import time
@@ -36,6 +37,8 @@ from phub_collective.errors import (
     PeerTimeout,
     PhubError,
 )
+
+log = logging.getLogger(__name__)
 
 REMEMBERED = 4096  # names used once, for which a second use is recognised
 SLICE_S = 0.05  # a library's wait is looked after this often, for errors it does not know of
@@ -86,7 +89,7 @@ class ChannelWork:
     def __init__(self, owner: ChannelBackend, operation: Operation) -> None:
         self._owner, self._operation = owner, operation
         self.name = operation.name
-        self.announced = False
+        self.use = -1  # which use of its channel; -1: it was announced
         self.handle: Handle | None = None
         self.error: PhubError | None = None
         self.over = False
@@ -138,25 +141,39 @@ class ChannelWork:
         return self.over
 
     def wait(self, timeout: float | None = None) -> None:
-        limit = self._owner.context.config.stall_timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
+        config = self._owner.context.config
+        limit = config.stall_timeout if timeout is None else timeout
+        begin = time.monotonic()
+        warn_at = begin + config.stall_warning
+        while not self._advance(min(begin + limit, warn_at)):
+            now = time.monotonic()
+            late = self._owner.late(self, now - begin)
+            if now >= begin + limit:
+                raise late
+            log.warning("%s; an error follows after %g s", late, limit)
+            warn_at = begin + limit
+        if self.error is not None:
+            raise self.error
+
+    def _advance(self, deadline: float) -> bool:
+        """Wait until the deadline (of time.monotonic); True when the operation is over."""
+        lock = self._owner.lock
         if self.handle is None:
-            self._wait_for(lambda: self.handle is not None or self.over, deadline, limit)
+            with lock:
+                if not lock.wait_for(
+                    lambda: self.handle is not None or self.over, deadline - time.monotonic()
+                ):
+                    return False
         while not self.over:
             assert self.handle is not None
             left = deadline - time.monotonic()
             if self.handle.wait(max(0.0, min(left, SLICE_S))):
-                self._complete(self.handle)  # unless another thread is at it
-                self._wait_for(lambda: self.over, max(deadline, time.monotonic() + BLAME_S), limit)
+                self._complete(self.handle)
+                with lock:  # if another thread is at it already
+                    lock.wait_for(lambda: self.over, SLICE_S)
             elif left <= 0:
-                raise self._owner.late(self, limit)
-        if self.error is not None:
-            raise self.error
-
-    def _wait_for(self, condition: Callable[[], bool], deadline: float, limit: float) -> None:
-        with self._owner.lock:
-            if not self._owner.lock.wait_for(condition, deadline - time.monotonic()):
-                raise self._owner.late(self, limit)
+                return False
+        return True
 
 
 class ChannelBackend(Backend):
@@ -237,10 +254,10 @@ class ChannelBackend(Backend):
         fits = named is not None and named.description == description
         self._flying[work.name] = work
         if named is not None and fits and named.uses != named.agree_at:
+            work.use = named.uses
             named.uses += 1
             work.begin(named.channel)
             return
-        work.announced = True
         use, differs = (0, False) if named is None else (named.uses, not fits)
         try:
             self._agreement.announce(Announcement(work.name, description, use, differs))
@@ -276,6 +293,11 @@ class ChannelBackend(Backend):
             if work is not None:  # else it has failed here meanwhile
                 work.begin(channel)
                 self.lock.notify_all()
+
+    def has_begun(self, name: str, use: int) -> bool:
+        with self.lock:
+            named = self._named.get(name)
+            return named is not None and named.uses > use
 
     def ended(self, error: PhubError, is_loss: bool) -> None:
         with self.lock:
@@ -321,7 +343,7 @@ class ChannelBackend(Backend):
             answered = named is not None and named.answered
             work = self._flying.get(refuse.name)
             # What was announced and started is an earlier use, which this does not concern.
-            if work is not None and (answered or (work.announced and work.handle is None)):
+            if work is not None and (answered or (work.use < 0 and work.handle is None)):
                 self._fail(work, error)
             elif self.context.rank in refuse.waiting and not answered:
                 self._refusals[refuse.name].append(error)
@@ -339,12 +361,15 @@ class ChannelBackend(Backend):
             del self._flying[work.name]
         self.lock.notify_all()
 
-    def late(self, work: ChannelWork, limit: float) -> PeerTimeout:
-        """The error of a wait that took too long: whom it waited for, as far as is known."""
-        missing = self._agreement.missing(work.name) if work.handle is None else ()
+    def late(self, work: ChannelWork, waited: float) -> PeerTimeout:
+        """The error of a wait that took too long: whom it waited for, as far as can be found."""
+        if work.handle is None:
+            missing = self._agreement.missing(work.name)
+        else:
+            missing = self._agreement.absent((work.name, work.use)) if work.use >= 0 else ()
         who = f"ranks {', '.join(map(str, missing))}" if missing else "the other ranks"
         return PeerTimeout(
-            f"[{self.name}] rank {self.context.rank} waited {limit:g} s for {who} in "
+            f"[{self.name}] rank {self.context.rank} has waited {waited:.1f} s for {who} in "
             f"{work.name!r}; has every rank submitted it?",
             missing,
         )

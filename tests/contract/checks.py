@@ -169,24 +169,26 @@ def duplicate_names_are_refused(backend: Backend) -> None:
     assert (array == backend.context.size).all()
 
 
-def a_missing_rank_is_a_timeout(backend: Backend, name: str = "late") -> None:
-    """The wait ends, and the operation still succeeds when the last rank comes."""
+def a_missing_rank_is_a_timeout(backend: Backend) -> None:
+    """At a name's first use and later: the wait ends, names who is missing, and the operation
+    still succeeds when the last rank comes."""
     rendezvous, size = backend.context.rendezvous, backend.context.size
-    array = np.ones(5, np.float32)
-    operation = Operation(Kind.ALLREDUCE, name, Buffer.of(array))
-    if backend.context.rank == size - 1:
-        rendezvous.all_gather("waited", b"")
-        work = backend.submit(operation)
-    else:
-        work = backend.submit(operation)
-        begin = time.monotonic()
-        with pytest.raises(PeerTimeout, match=re.escape(name)) as caught:
-            work.wait(0.3)
-        assert 0.3 <= time.monotonic() - begin < 3.0
-        assert caught.value.ranks in ((), (size - 1,))
-        rendezvous.all_gather("waited", b"")
-    work.wait(WAIT_S)
-    assert (array == size).all()
+    for use in range(4):
+        array = np.full(5, use, np.float32)
+        operation = Operation(Kind.ALLREDUCE, "late", Buffer.of(array))
+        if backend.context.rank == size - 1:
+            rendezvous.all_gather("waited", b"")
+            work = backend.submit(operation)
+        else:
+            work = backend.submit(operation)
+            begin = time.monotonic()
+            with pytest.raises(PeerTimeout, match="late") as caught:
+                work.wait(0.3)
+            assert 0.3 <= time.monotonic() - begin < 3.0
+            assert caught.value.ranks == (size - 1,)
+            rendezvous.all_gather("waited", b"")
+        work.wait(WAIT_S)
+        assert (array == size * use).all()
 
 
 def a_rank_that_left_is_an_error(backend: Backend) -> None:

@@ -57,13 +57,6 @@ def test_a_missing_rank_is_a_timeout(backend: Backend) -> None:
     checks.a_missing_rank_is_a_timeout(backend)
 
 
-def test_a_missing_rank_at_a_names_later_use_is_a_timeout(job: Session) -> None:
-    """Then the operation is inside MPI already, and its wait must end all the same."""
-    backend = job.backend("mpi")
-    for _ in range(3):
-        checks.a_missing_rank_is_a_timeout(backend, "late again")
-
-
 @on_all
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE])
 def test_exchange(backend: Backend, op: ReduceOp) -> None:
