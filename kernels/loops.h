@@ -22,10 +22,11 @@ struct Targets {
   size_t head;  // elements before the streamed arrays reach a multiple of 64 bytes
 };
 
+enum class Momentum { none, first, steady };  // not used, set by this step, updated by it
+
 struct StepPass {
   SgdParams params;
   double scale;  // of the gradient
-  bool first;
   // In the accumulator's type.
   const void* weights_in;
   void* weights_out;  // nullptr: written through the targets only
@@ -57,8 +58,8 @@ struct Loops {
   Accumulate accumulate[kDTypes][kOps];
   Reduce reduce[kDTypes][kOps];
   Reduce narrow[kDTypes];     // from one array of accumulator type
-  Step step[kFloats][2];      // [with momentum]; gradients of the wire's type
-  Step step_acc[kFloats][2];  // from one gradient of accumulator type
+  Step step[kFloats][3];      // [Momentum]; gradients of the wire's type
+  Step step_acc[kFloats][3];  // from one gradient of accumulator type
 };
 
 // A table, or nullptr where the loops cannot be compiled.

@@ -15,30 +15,28 @@ struct SgdParams {
   bool maximize = false;
 };
 
-// The parameters of one step in the type T that the weights have. `first`: the momentum is not
-// set yet and becomes the gradient, undampened.
+// One step in the type T of the weights. `scale` multiplies the gradient.
 template <class T>
 struct SgdRule {
-  T lr, momentum, keep, weight_decay;
-  bool decays, nesterov, first, maximize;
+  T scale, lr, momentum, keep, weight_decay;
+  bool decays, nesterov;
 
-  PHUB_HD SgdRule(const SgdParams& p, bool first)
-      : lr(T(p.lr)),
+  PHUB_HD SgdRule(const SgdParams& p, double scale)
+      : scale(T(p.maximize ? -scale : scale)),
+        lr(T(p.lr)),
         momentum(T(p.momentum)),
         keep(T(1.0 - p.dampening)),
         weight_decay(T(p.weight_decay)),
         decays(p.weight_decay != 0.0),
-        nesterov(p.nesterov),
-        first(first),
-        maximize(p.maximize) {}
+        nesterov(p.nesterov) {}
 
   // What follows is for one element (V is T) or for a vector of them.
 
-  // The gradient with weight decay, and with the sign that descends.
+  // The direction of ascent: the scaled gradient and the weight decay.
   template <class V>
   PHUB_HD V direction(V weight, V gradient) const {
-    const V descent = maximize ? -gradient : gradient;
-    return decays ? descent + weight_decay * weight : descent;
+    const V scaled = gradient * scale;
+    return decays ? scaled + weight_decay * weight : scaled;
   }
 
   // The new weight, without momentum.
@@ -47,12 +45,19 @@ struct SgdRule {
     return weight - lr * direction(weight, gradient);
   }
 
-  // The new weight; updates `buffer`, its momentum.
+  // The new weight, and the first value of `buffer`, its momentum: undampened.
+  template <class V>
+  PHUB_HD V first_step(V weight, V gradient, V& buffer) const {
+    buffer = direction(weight, gradient);
+    return weight - lr * (nesterov ? buffer + momentum * buffer : buffer);
+  }
+
+  // The new weight; updates `buffer`.
   template <class V>
   PHUB_HD V step(V weight, V gradient, V& buffer) const {
-    const V g = direction(weight, gradient);
-    buffer = first ? g : momentum * buffer + keep * g;
-    return weight - lr * (nesterov ? g + momentum * buffer : buffer);
+    const V ascent = direction(weight, gradient);
+    buffer = momentum * buffer + keep * ascent;
+    return weight - lr * (nesterov ? ascent + momentum * buffer : buffer);
   }
 };
 

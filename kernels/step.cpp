@@ -16,8 +16,9 @@ class Step {
     require_arrays("sgd", gradients.n, 1);
     // Weights of the wire's type are one destination more, which may be streamed.
     void* const own_weights = accumulator_type(t) == t ? nullptr : arrays.weights_out;
-    pass_ = {params, scale.post, first, arrays.weights_in, own_weights,
-             params.momentum != 0.0 ? arrays.momentum : nullptr};
+    momentum_ = params.momentum == 0.0 ? Momentum::none : first ? Momentum::first : Momentum::steady;
+    pass_ = {params, scale.post, arrays.weights_in, own_weights,
+             momentum_ == Momentum::none ? nullptr : arrays.momentum};
   }
 
   // One pass writes all outputs, so that it may be as long as the arrays.
@@ -30,9 +31,9 @@ class Step {
     int o = 0;
     for (; o < arrays_.n_out && !to.full(); ++o) to.add(arrays_.outs[o], streams(arrays_.outs[o]));
     const auto& table = accumulated ? loops_.step_acc : loops_.step;
-    const int with_momentum = pass_.momentum ? 1 : 0;
+    const auto loop = table[static_cast<int>(t_)][static_cast<int>(momentum_)];
     const size_t offset = begin * item_size(accumulator_type(t_));
-    phub::run(table[static_cast<int>(t_)][with_momentum], t_, pass_.at(offset), to.targets(), gradients, count);
+    phub::run(loop, t_, pass_.at(offset), to.targets(), gradients, count);
     write_out(loops_, t_, arrays_.outs + o, arrays_.n_out - o, gradients_, begin, count,
               advance(arrays_.weights_out, offset), 1.0, stores_);
   }
@@ -47,7 +48,8 @@ class Step {
   const Inputs& gradients_;
   const Stores stores_;
   const Loops& loops_;
-  StepPass pass_{};
+  Momentum momentum_;
+  StepPass pass_;
 };
 
 }  // namespace

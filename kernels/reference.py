@@ -1,0 +1,122 @@
+"""NumPy twins of the kernels: slow and obvious, the oracle of the tests and of `phub bench kernels`.
+
+Arrays stand as they are on the wire: one dtype of NumPy for each `DType`, with uint16 holding the
+bits of bfloat16. Every operation rounds as its kernel does, so results are compared bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phub_collective.backends.base import DType, Hyper, ReduceOp
+
+STORED = {
+    DType.FLOAT32: np.float32,
+    DType.FLOAT64: np.float64,
+    DType.FLOAT16: np.float16,
+    DType.BFLOAT16: np.uint16,
+    DType.INT32: np.int32,
+    DType.INT64: np.int64,
+    DType.UINT8: np.uint8,
+    DType.INT8: np.int8,
+    DType.BOOL: np.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors before and after a reduction of floats, and the divisor of an average of integers."""
+
+    pre: float = 1.0
+    post: float = 1.0
+    divisor: int = 1
+
+
+NO_SCALE = Scale()
+
+
+def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
+    """In the accumulator's type: float32 for 16-bit floats, 0 or 1 for bool."""
+    if dtype is DType.BFLOAT16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    if dtype is DType.FLOAT16:
+        return stored.astype(np.float32)
+    if dtype is DType.BOOL:
+        return (stored != 0).astype(np.uint8)
+    return stored.copy()
+
+
+def narrow(accumulated: np.ndarray, dtype: DType) -> np.ndarray:
+    """As stored on the wire; 16-bit floats are rounded to nearest even."""
+    if dtype is DType.BFLOAT16:
+        bits = accumulated.view(np.uint32)
+        rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        quiet = (bits >> 16) | 0x40
+        return np.where(np.isnan(accumulated), quiet, rounded).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return accumulated.astype(STORED[dtype])
+
+
+def reduce(
+    dtype: DType, op: ReduceOp, arrays: Sequence[np.ndarray], scale: Scale = NO_SCALE
+) -> np.ndarray:
+    """`op` over the arrays, in their order."""
+    return finish(dtype, op, accumulate(dtype, op, arrays, scale), scale)
+
+
+def accumulate(
+    dtype: DType, op: ReduceOp, arrays: Sequence[np.ndarray], scale: Scale = NO_SCALE
+) -> np.ndarray:
+    """The reduction in the accumulator's type, before it is scaled and divided."""
+    combine = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    total: np.ndarray | None = None
+    for array in arrays:
+        wide = widen(array, dtype)
+        if dtype.is_floating:
+            wide = wide * wide.dtype.type(scale.pre)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = wide if total is None else combine.get(op, np.add)(total, wide)
+        if dtype is DType.BOOL:
+            total = (total != 0).astype(np.uint8)
+    assert total is not None
+    return total
+
+
+def finish(
+    dtype: DType, op: ReduceOp, accumulated: np.ndarray, scale: Scale = NO_SCALE
+) -> np.ndarray:
+    """The answer: scaled, divided and rounded."""
+    if dtype.is_floating:
+        with np.errstate(over="ignore", invalid="ignore"):
+            accumulated = accumulated * accumulated.dtype.type(scale.post)
+    elif op is ReduceOp.AVERAGE and scale.divisor != 1:
+        accumulated = accumulated // scale.divisor
+    return narrow(accumulated, dtype)
+
+
+def sgd(
+    hyper: Hyper,
+    weights: np.ndarray,
+    momentum: np.ndarray | None,
+    gradient: np.ndarray,
+    scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """One step on arrays of the accumulator's type: the new weights and momentum.
+
+    `momentum` None: not set yet. It stays None without momentum.
+    """
+    t = weights.dtype.type
+    ascent = gradient * t(-scale if hyper.maximize else scale)
+    if hyper.weight_decay != 0.0:
+        ascent = ascent + t(hyper.weight_decay) * weights
+    if hyper.momentum == 0.0:
+        return weights - t(hyper.lr) * ascent, None
+    if momentum is None:
+        momentum = ascent
+    else:
+        momentum = t(hyper.momentum) * momentum + t(1.0 - hyper.dampening) * ascent
+    update = ascent + t(hyper.momentum) * momentum if hyper.nesterov else momentum
+    return weights - t(hyper.lr) * update, momentum
