@@ -15,6 +15,7 @@ from phub_collective.bench.gate import Gate
 COPY_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
 COPIES = 8  # in one timing, so that the ranks overlap although they do not start as one
 REPEATS = 5
+CACHES = 8  # a workload of so many last-level caches finds little of itself there
 
 
 def copy_seconds(gate: Gate, rank: int) -> list[float]:
@@ -75,7 +76,7 @@ def least_bytes(mode: str, lane: str, workers: int, nbytes: int) -> int:
 def floor_seconds(
     mode: str, lane: str, workers: int, nbytes: int, copy_bandwidth: float
 ) -> float | None:
-    """Seconds for `least_bytes`; None where the workload may stay in the cache."""
-    if copy_bandwidth <= 0 or workers * nbytes < 2 * last_level_cache():
+    """Seconds for `least_bytes`; None where the last cache may hold a good part of the workload."""
+    if workers * nbytes < CACHES * last_level_cache():
         return None
     return least_bytes(mode, lane, workers, nbytes) / copy_bandwidth

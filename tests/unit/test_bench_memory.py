@@ -118,7 +118,7 @@ class TestFloor:
         assert bandwidth.bandwidth([[1.0, 3.0], [5.0, 4.0], []]) == moved / 4.0
 
     def test_there_is_none_within_the_cache(self) -> None:
-        cache = bandwidth.last_level_cache()
-        assert bandwidth.floor_seconds("allreduce", "shm", 2, cache // 2, 1e9) is None
-        floor = bandwidth.floor_seconds("allreduce", "shm", 2, 2 * cache, 1e9)
-        assert floor == pytest.approx(8 * cache / 1e9)
+        edge = bandwidth.CACHES * bandwidth.last_level_cache() // 2
+        assert bandwidth.floor_seconds("allreduce", "shm", 2, edge - 1, 1e9) is None
+        floor = bandwidth.floor_seconds("allreduce", "shm", 2, edge, 1e9)
+        assert floor == pytest.approx(4 * edge / 1e9)
