@@ -117,6 +117,7 @@ void Core::attach(uint32_t job_id, int rank, std::unique_ptr<Lane> lane) {
   entry->lane = std::move(lane);
   entry->lane->peer = rank;
   entry->lane->owner = &owner;
+  entry->lane->corked = true;  // `run` comes back to it before it sleeps
   entry->sink = std::make_unique<LaneSink>(*this, owner, rank);
   poller_.add(*entry->lane);  // first: the job must not keep a lane that could not be added
   owner.attach(rank, *entry->lane);

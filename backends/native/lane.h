@@ -96,6 +96,9 @@ class Lane {
   LaneCounters counters;
   int peer = -1;          // rank at the other end (worker) or -1 (core)
   void* owner = nullptr;  // free for the owner's bookkeeping
+  // Set by an owner that queues many frames before it calls `progress`: a lane for which a call of
+  // the system is dear (tcp) then lets frames gather, up to a limit.
+  bool corked = false;
   bool fd_ready = true;   // set by the poller: there was an event on fd() since the lane looked
 
  protected:

@@ -46,6 +46,7 @@ void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
     outstanding_.resize(index + 1);
   }
   Lane& added = engine_.add(std::move(lane), *this);
+  added.corked = true;  // `started` moves what was queued
   added.owner = reinterpret_cast<void*>(index);
   lanes_[index] = &added;
 }
@@ -180,10 +181,14 @@ void PboxClient::send_key(Shard& target, uint32_t key, uint8_t flags) {
 void PboxClient::started(Shard& target) {
   ++target.outstanding;
   ++outstanding_keys_;
-  const bool queued =
-      std::any_of(lanes_.begin(), lanes_.end(), [](Lane* lane) { return lane && !lane->idle(); });
+  const auto queues = [](Lane* lane) { return lane && !lane->idle(); };
+  bool queued = std::any_of(lanes_.begin(), lanes_.end(), queues);
+  if (queued) {
+    engine_.progress_once();
+    queued = std::any_of(lanes_.begin(), lanes_.end(), queues);
+  }
   const size_t to_come = std::accumulate(outstanding_.begin(), outstanding_.end(), size_t{0});
-  if (!driven_ && (queued || to_come > kDriveBytes)) {
+  if (!driven_ && outstanding_keys_ > 0 && (queued || to_come > kDriveBytes)) {
     driven_ = true;
     engine_.async_begin();
   }

@@ -21,7 +21,9 @@ namespace phub {
 namespace {
 
 constexpr size_t kFramesPerCall = 64;
+constexpr size_t kCorkedFrames = 16;        // with chunks of 32 KiB, 512 KiB a call
 constexpr size_t kBufferBytes = 256 << 10;  // stays in the L2 cache
+constexpr size_t kMaxLowWater = 128 << 10;  // less than any socket buffer holds
 constexpr size_t kViewAlignment = 8;        // the largest element type
 
 void set_option(int fd, int level, int name, int value, const char* what) {
@@ -63,8 +65,8 @@ class TcpLane final : public Lane {
 
   void send(const Header& header, const void* payload, size_t* unsent) override;
   bool progress(Sink& sink, size_t budget) override;
-  bool arm(size_t) override { return false; }
-  void disarm() override {}
+  bool arm(size_t bytes) override;
+  void disarm() override { set_low_water(1); }
   int fd() const override { return fd_; }
   bool wants_write() const override { return !idle(); }
   bool delivered() const override;
@@ -81,6 +83,7 @@ class TcpLane final : public Lane {
   ssize_t read_some(size_t& asked);
   bool take_header(Sink& sink);
   bool take_payload(Sink& sink);
+  void set_low_water(size_t bytes);
   const std::byte* view();
   void move_rest_to_front();
   Error ended(const std::string& how) const;
@@ -100,6 +103,7 @@ class TcpLane final : public Lane {
   bool has_header_ = false;      // if there is one
   std::byte* target_ = nullptr;  // its destination, or nullptr: shown in buffer_
   size_t filled_ = 0;            // bytes that stand in target_
+  size_t low_water_ = 1;         // bytes below which the socket does not count as readable
   bool direct_ = false;          // the last frame had a destination: the next one likely too
 };
 
@@ -115,7 +119,7 @@ void TcpLane::send(const Header& header, const void* payload, size_t* unsent) {
   if (is_closed() || send_error_) return;
   const bool blocked = !idle();
   enqueue(header, payload, unsent);
-  if (!blocked) flush();
+  if (corked ? queue_.size() == kCorkedFrames : !blocked) flush();
 }
 
 // Fills `parts` with the frames at the front of the queue; returns how many parts.
@@ -196,6 +200,23 @@ bool TcpLane::progress(Sink& sink, size_t budget) {
   }
   return moved || is_closed();
 }
+
+// --- sleeping ---
+
+// What has arrived of an unfinished frame is among the bytes expected, but will not come again.
+bool TcpLane::arm(size_t bytes) {
+  const size_t here = end_ - begin_ + (has_header_ ? sizeof(Header) + filled_ : 0);
+  set_low_water(bytes > here ? std::min(bytes - here, kMaxLowWater) : 1);
+  return false;
+}
+
+void TcpLane::set_low_water(size_t bytes) {
+  if (bytes == low_water_) return;
+  const int value = static_cast<int>(bytes);
+  if (setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value) == 0) low_water_ = bytes;
+}
+
+// --- receiving, in detail ---
 
 Error TcpLane::ended(const std::string& how) const {
   const bool inside = has_header_ || end_ > begin_;
