@@ -200,7 +200,7 @@ def overlap(options: dict[str, Any]) -> tuple[float, float]:
     plain = torch.optim.SGD(reference.parameters(), 1.0)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        data = torch.randn(4 * hvd.size(), 1024, generator=generator)
+        data = torch.randn(32 * hvd.size(), 1024, generator=generator)
         optimizer.zero_grad()
         (model(data[hvd.rank() :: hvd.size()]) - 1).square().mean().backward()
         optimizer.step()
