@@ -83,7 +83,7 @@ void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t coun
   split(t, count, 0, whole, ragged);
 }
 
-void run(Loops::Reduce loop, DType t, const Targets& out, const View& in, size_t count, double post) {
+void run(Loops::Sum loop, DType t, const Targets& out, const View& in, size_t count, double post) {
   const auto whole = [&](size_t begin, size_t lines) {
     loop(later(out, begin * item_size(t)), in.at(begin).array, in.n, lines, post);
   };

@@ -47,8 +47,8 @@ struct Loops {
   // acc (of accumulator type) = op over n arrays, and over acc itself unless `first`.
   using Accumulate = void (*)(void* acc, const void* const* in, int n, size_t lines, bool first,
                               double pre);
-  // targets = post * op over n arrays.
-  using Reduce = void (*)(const Targets& out, const void* const* in, int n, size_t lines, double post);
+  // targets = post * sum over n arrays.
+  using Sum = void (*)(const Targets& out, const void* const* in, int n, size_t lines, double post);
   // One optimizer step with the sum of n arrays as the gradient.
   using Step = void (*)(const StepPass& pass, const Targets& out, const void* const* in, int n,
                         size_t lines);
@@ -56,8 +56,8 @@ struct Loops {
   static constexpr int kOps = 4;     // sum, min, max, product
   static constexpr int kFloats = 4;  // the floating types are the first ones of DType
   Accumulate accumulate[kDTypes][kOps];
-  Reduce reduce[kDTypes][kOps];
-  Reduce narrow[kDTypes];     // from one array of accumulator type
+  Sum sum[kFloats];
+  Sum narrow[kDTypes];        // from one array of accumulator type; integers are copied
   Step step[kFloats][3];      // [Momentum]; gradients of the wire's type
   Step step_acc[kFloats][3];  // from one gradient of accumulator type
 };

@@ -20,23 +20,7 @@ struct Sources {
   }
 };
 
-// The arrays that a pass writes: one, mostly.
-struct OneTarget {
-  char* array;
-  template <class E, size_t lanes>
-  PHUB_HD void put(size_t offset, const Line<typename E::Acc, lanes>& line) const {
-    store<E, lanes>(array + offset, false, line);
-  }
-};
-
-struct OneStreamedTarget {
-  char* array;
-  template <class E, size_t lanes>
-  PHUB_HD void put(size_t offset, const Line<typename E::Acc, lanes>& line) const {
-    store<E, lanes>(array + offset, true, line);
-  }
-};
-
+// The arrays that a pass writes.
 struct AnyTargets {
   Targets out;
   template <class E, size_t lanes>
@@ -47,33 +31,41 @@ struct AnyTargets {
   }
 };
 
-// Calls body(sources, targets) in the form that takes the fewest instructions per line: with that
-// the processor looks further ahead, which is worth a tenth of the time with 8 arrays. `frequent`:
-// worth a loop of its own for each number of arrays.
+template <bool streaming>
+struct OneTarget {
+  char* array;
+  template <class E, size_t lanes>
+  PHUB_HD void put(size_t offset, const Line<typename E::Acc, lanes>& line) const {
+    store<E, lanes>(array + offset, streaming, line);
+  }
+};
+
+// Calls body(sources, target) with the number of arrays compiled in.
+template <class Target, class Body>
+PHUB_HD void with_number(const void* const* in, int n, const Target& target, const Body& body) {
+  switch (n) {
+    case 1: return body(Sources(in, std::integral_constant<int, 1>()), target);
+    case 2: return body(Sources(in, std::integral_constant<int, 2>()), target);
+    case 3: return body(Sources(in, std::integral_constant<int, 3>()), target);
+    case 4: return body(Sources(in, std::integral_constant<int, 4>()), target);
+    case 5: return body(Sources(in, std::integral_constant<int, 5>()), target);
+    case 6: return body(Sources(in, std::integral_constant<int, 6>()), target);
+    case 7: return body(Sources(in, std::integral_constant<int, 7>()), target);
+    case 8: return body(Sources(in, std::integral_constant<int, 8>()), target);
+  }
+}
+
+// Calls body(sources, targets). What is `frequent` and has one target gets a loop of its own for each
+// number of arrays: the fewer instructions a line takes, the further the processor looks ahead, which
+// is worth a tenth of the time with 8 arrays.
 template <bool frequent, class Body>
 PHUB_HD void specialise(const void* const* in, int n, const Targets& out, const Body& body) {
-  const auto with_targets = [&](auto targets) __attribute__((always_inline)) {
-    const auto with_number = [&]<int number>(std::integral_constant<int, number> constant) {
-      body(Sources(in, constant), targets);
-    };
-    if constexpr (frequent) {
-      switch (n) {
-        case 1: return with_number(std::integral_constant<int, 1>());
-        case 2: return with_number(std::integral_constant<int, 2>());
-        case 3: return with_number(std::integral_constant<int, 3>());
-        case 4: return with_number(std::integral_constant<int, 4>());
-        case 5: return with_number(std::integral_constant<int, 5>());
-        case 6: return with_number(std::integral_constant<int, 6>());
-        case 7: return with_number(std::integral_constant<int, 7>());
-        case 8: return with_number(std::integral_constant<int, 8>());
-      }
-    }
-    body(Sources(in, n), targets);
-  };
-  char* const array = static_cast<char*>(out.array[0]);
-  if (out.n != 1) body(Sources(in, n), AnyTargets{out});
-  else if (out.streaming[0]) with_targets(OneStreamedTarget{array});
-  else with_targets(OneTarget{array});
+  if constexpr (frequent) {
+    char* const array = static_cast<char*>(out.array[0]);
+    if (out.n == 1 && out.streaming[0]) return with_number(in, n, OneTarget<true>{array}, body);
+    if (out.n == 1) return with_number(in, n, OneTarget<false>{array}, body);
+  }
+  body(Sources(in, n), AnyTargets{out});
 }
 
 template <class Op, class T, size_t lanes>
@@ -88,8 +80,8 @@ PHUB_HD void scale_line(Line<T, lanes>& line, [[maybe_unused]] T factor) {
     for (size_t p = 0; p < line.parts; ++p) line.part[p] *= factor;
 }
 
-template <class E, class Op, size_t lanes, class N>
-PHUB_HD Line<typename E::Acc, lanes> reduce_line(const Sources<N>& in, size_t offset) {
+template <class E, size_t lanes, class N>
+PHUB_HD Line<typename E::Acc, lanes> sum_line(const Sources<N>& in, size_t offset) {
   const auto line = [&](int k) {
     prefetch<lanes * sizeof(typename E::Wire)>(in.array[k] + offset);
     return load<E, lanes>(in.array[k] + offset);
@@ -97,9 +89,9 @@ PHUB_HD Line<typename E::Acc, lanes> reduce_line(const Sources<N>& in, size_t of
   auto result = line(0);
   if constexpr (std::is_same_v<N, int>) {
 #pragma GCC unroll 1
-    for (int k = 1; k < in.n; ++k) combine<Op>(result, line(k));
+    for (int k = 1; k < in.n; ++k) combine<Sum>(result, line(k));
   } else {
-    for (int k = 1; k < in.n; ++k) combine<Op>(result, line(k));
+    for (int k = 1; k < in.n; ++k) combine<Sum>(result, line(k));
   }
   return result;
 }
@@ -109,7 +101,7 @@ template <class E>
 inline constexpr size_t kWide = sizeof(typename E::Acc) / sizeof(typename E::Wire);
 
 template <class In, class Out>
-inline constexpr bool is_plain_float = std::is_same_v<In, Out>&& std::is_floating_point_v<typename In::Wire>;
+inline constexpr bool is_frequent = std::is_same_v<In, Out>&& std::is_same_v<In, Plain<float>>;
 
 template <class E, class Op>
 void accumulate(void* acc, const void* const* in, int n, size_t lines, bool first, double pre) {
@@ -133,14 +125,13 @@ void accumulate(void* acc, const void* const* in, int n, size_t lines, bool firs
 }
 
 // From arrays of In to arrays of Out, the type on the wire.
-template <class In, class Out, class Op>
-void reduce(const Targets& out, const void* const* in, int n, size_t lines, double post) {
+template <class In, class Out>
+void sum(const Targets& out, const void* const* in, int n, size_t lines, double post) {
   using Acc = typename In::Acc;
-  constexpr bool frequent = std::is_same_v<Op, Sum> && is_plain_float<In, Out>;
   constexpr size_t lanes = kLanes<Out>, wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
-  specialise<frequent>(in, n, out, [=](const auto& sources, const auto& targets) {
+  specialise<is_frequent<In, Out>>(in, n, out, [=](const auto& sources, const auto& targets) {
     for (size_t offset = 0; offset < lines * kLineBytes; offset += kLineBytes) {
-      auto result = reduce_line<In, Op, lanes>(sources, offset * wide);
+      auto result = sum_line<In, lanes>(sources, offset * wide);
       scale_line(result, Acc(post));
       targets.template put<Out, lanes>(offset, result);
     }
@@ -175,7 +166,7 @@ PHUB_HD Line<Acc, lanes> step_line(const SgdRule<Acc>& rule, const Line<Acc, lan
 template <class In, class Out, Momentum kind>
 void step(const StepPass& pass, const Targets& out, const void* const* in, int n, size_t lines) {
   using Acc = typename In::Acc;
-  constexpr bool frequent = kind == Momentum::steady && is_plain_float<In, Out>;
+  constexpr bool frequent = kind == Momentum::steady && is_frequent<In, Out>;
   constexpr size_t lanes = kLanes<Out>, wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
   const SgdRule<Acc> rule(pass.params, pass.scale);
   const char* const weights_in = static_cast<const char*>(pass.weights_in);
@@ -183,7 +174,7 @@ void step(const StepPass& pass, const Targets& out, const void* const* in, int n
   char* const momentum = static_cast<char*>(pass.momentum);
   specialise<frequent>(in, n, out, [=](const auto& sources, const auto& targets) {
     for (size_t offset = 0; offset < lines * kLineBytes; offset += kLineBytes) {
-      const auto gradient = reduce_line<In, Sum, lanes>(sources, offset * wide);
+      const auto gradient = sum_line<In, lanes>(sources, offset * wide);
       const size_t at = offset * kWide<Out>;
       char* const momentum_at = kind == Momentum::none ? nullptr : momentum + at;
       const auto weights = step_line<kind>(rule, gradient, weights_in + at, momentum_at);
@@ -194,57 +185,51 @@ void step(const StepPass& pass, const Targets& out, const void* const* in, int n
   finish_streaming();
 }
 
-template <class E, class Op>
-constexpr void fill_op(Loops& table, DType t, int op) {
-  table.accumulate[static_cast<int>(t)][op] = accumulate<E, Op>;
-  table.reduce[static_cast<int>(t)][op] = reduce<E, E, Op>;
-}
-
-// `Wrapping` is E, or its unsigned counterpart, whose sums and products have the same bits.
+// Sums and products of `Wrapping`, E or its unsigned counterpart, have the same bits as those of E.
 template <class E, class Wrapping = E>
 constexpr void fill(Loops& table, DType t) {
-  fill_op<Wrapping, Sum>(table, t, 0);
-  fill_op<E, Min>(table, t, 1);
-  fill_op<E, Max>(table, t, 2);
-  fill_op<Wrapping, Product>(table, t, 3);
-  table.narrow[static_cast<int>(t)] = reduce<Plain<typename E::Acc>, E, Sum>;
+  Loops::Accumulate* row = table.accumulate[static_cast<int>(t)];
+  row[0] = accumulate<Wrapping, Sum>;
+  row[1] = accumulate<E, Min>;
+  row[2] = accumulate<E, Max>;
+  row[3] = accumulate<Wrapping, Product>;
+  table.narrow[static_cast<int>(t)] = sum<Plain<uint8_t>, Plain<uint8_t>>;  // a copy of lines
 }
 
-constexpr void fill_bool(Loops& table) {
-  fill_op<Bool, Or>(table, DType::b8, 0);
-  fill_op<Bool, And>(table, DType::b8, 1);
-  fill_op<Bool, Or>(table, DType::b8, 2);
-  fill_op<Bool, And>(table, DType::b8, 3);
-  table.narrow[static_cast<int>(DType::b8)] = reduce<Bool, Bool, Or>;
+constexpr void fill_bool(Loops& table, DType t) {
+  Loops::Accumulate* row = table.accumulate[static_cast<int>(t)];
+  row[0] = row[2] = accumulate<Bool, Or>;
+  row[1] = row[3] = accumulate<Bool, And>;
+  table.narrow[static_cast<int>(t)] = sum<Plain<uint8_t>, Plain<uint8_t>>;
+}
+
+template <class E, Momentum kind>
+constexpr void fill_step(Loops& table, DType t) {
+  table.step[static_cast<int>(t)][static_cast<int>(kind)] = step<E, E, kind>;
+  table.step_acc[static_cast<int>(t)][static_cast<int>(kind)] = step<Plain<typename E::Acc>, E, kind>;
 }
 
 template <class E>
-constexpr void fill_step(Loops& table, DType t) {
-  using AccElement = Plain<typename E::Acc>;
-  const auto fill_kind = [&]<Momentum kind>() {
-    table.step[static_cast<int>(t)][static_cast<int>(kind)] = step<E, E, kind>;
-    table.step_acc[static_cast<int>(t)][static_cast<int>(kind)] = step<AccElement, E, kind>;
-  };
-  fill_kind.template operator()<Momentum::none>();
-  fill_kind.template operator()<Momentum::first>();
-  fill_kind.template operator()<Momentum::steady>();
+constexpr void fill_float(Loops& table, DType t) {
+  fill<E>(table, t);
+  table.sum[static_cast<int>(t)] = sum<E, E>;
+  table.narrow[static_cast<int>(t)] = sum<Plain<typename E::Acc>, E>;
+  fill_step<E, Momentum::none>(table, t);
+  fill_step<E, Momentum::first>(table, t);
+  fill_step<E, Momentum::steady>(table, t);
 }
 
 constexpr Loops make_loops() {
   Loops table{};
-  fill<Plain<float>>(table, DType::f32);
-  fill<Plain<double>>(table, DType::f64);
-  fill<Half>(table, DType::f16);
-  fill<Brain>(table, DType::bf16);
+  fill_float<Plain<float>>(table, DType::f32);
+  fill_float<Plain<double>>(table, DType::f64);
+  fill_float<Half>(table, DType::f16);
+  fill_float<Brain>(table, DType::bf16);
   fill<Plain<int32_t>, Plain<uint32_t>>(table, DType::i32);
   fill<Plain<int64_t>, Plain<uint64_t>>(table, DType::i64);
   fill<Plain<uint8_t>>(table, DType::u8);
   fill<Plain<int8_t>, Plain<uint8_t>>(table, DType::i8);
-  fill_bool(table);
-  fill_step<Plain<float>>(table, DType::f32);
-  fill_step<Plain<double>>(table, DType::f64);
-  fill_step<Half>(table, DType::f16);
-  fill_step<Brain>(table, DType::bf16);
+  fill_bool(table, DType::b8);
   return table;
 }
 

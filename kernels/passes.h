@@ -89,7 +89,7 @@ class Destinations {
 
 // The loops for any number of elements. t: the type on the wire.
 void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t count, bool first, double pre);
-void run(Loops::Reduce loop, DType t, const Targets& out, const View& in, size_t count, double post);
+void run(Loops::Sum loop, DType t, const Targets& out, const View& in, size_t count, double post);
 void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, const View& in, size_t count);
 
 // The sum (or other reduction) of elements [begin, begin + count) of all inputs.

@@ -1,4 +1,4 @@
-// Reductions: in one pass over all arrays where possible, else strip by strip.
+// Reductions: sums of floats in one pass over all arrays where possible, all else strip by strip.
 #include <cstring>
 
 #include "kernels/passes.h"
@@ -69,13 +69,14 @@ void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* cons
   require_arrays("reduce", n, n_out);
   const Loops& loops = loops_of(execution);
   const int row = static_cast<int>(t), column = op_column(op);
+  const bool is_sum = is_floating(t) && column == 0;
   const Inputs inputs{in, n, item_size(t)};
   const bool divided = divides(t, op, scale);
-  if (n <= kStreams && n_out <= kTargets && scale.pre == 1.0 && !divided) {
+  if (is_sum && n <= kStreams && n_out <= kTargets && scale.pre == 1.0) {
     Destinations to(t, 0);
     for (int o = 0; o < n_out; ++o)
       to.add(outs[o], execution.stores == Stores::streaming && !inputs.contain(outs[o]));
-    run(loops.reduce[row][column], t, to.targets(), View(inputs, 0, 0), count, scale.post);
+    run(loops.sum[row], t, to.targets(), View(inputs, 0, 0), count, scale.post);
     return;
   }
   Strip strip(t);
