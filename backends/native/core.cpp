@@ -162,6 +162,9 @@ bool Core::move_lanes() {
   for (auto& entry : lanes_) {
     if (entry->gone) continue;
     moved |= entry->lane->progress(*entry->sink, kLaneBudget);
+    const auto& job = *static_cast<const JobShard*>(entry->lane->owner);
+    // The end of the lane wakes a worker that sleeps until more than the error has come.
+    if (job.failed() && entry->lane->idle()) entry->lane->close(*job.failed(), *entry->sink);
     if (!entry->lane->is_closed()) continue;
     poller_.remove(*entry->lane);
     entry->gone = true;
@@ -176,8 +179,10 @@ bool Core::work() {
       busy |= job->work(kWorkSlice);
     } catch (const Error& error) {
       fail_job(*job, error);
+      busy = true;
     } catch (const std::exception& error) {
       fail_job(*job, Error(ErrorCode::internal, std::string("[pbox] ") + error.what()));
+      busy = true;
     }
   }
   return busy;

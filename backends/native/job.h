@@ -79,7 +79,7 @@ class JobShard {
   bool work(int chunks);
   // Ends the job on this core: every worker gets the error, later frames are ignored.
   void fail(const Error& error);
-  bool failed() const { return failed_.has_value(); }
+  const std::optional<Error>& failed() const { return failed_; }
   std::vector<Stalled> stalled() const;
   uint64_t chunks_answered() const { return answered_; }
 

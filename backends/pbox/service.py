@@ -89,7 +89,7 @@ class Service:
                 "[pbox] init was called before; connect a second service for a second model"
             )
         self._specs = [
-            Key(n, a.shape, Buffer.of(np.ascontiguousarray(a)).dtype) for n, a in arrays.items()
+            Key(n, a.shape, Buffer.of(np.empty(a.shape, a.dtype)).dtype) for n, a in arrays.items()
         ]
         self._keys = {key.name: index for index, key in enumerate(self._specs)}
         place = "worker" if optimizer is None else "server"

@@ -49,6 +49,28 @@ TEST(a_lost_worker_is_named_to_the_others) {
   }
 }
 
+TEST(an_error_wakes_who_sleeps_until_a_large_answer_has_come) {
+  for (const Transport& transport : kBoth) {
+    Box box(1);
+    auto ranks = box.job(1, 2, transport);
+    const TableInfo info = table_of({{1 << 20}}, 1, 64 << 10);
+    box.table(1, ranks, info);
+    Floats memory(1 << 20);
+    push_all(*ranks[0], info, 0, memory);
+    std::thread end([&] {
+      // All chunks are there, so the worker has nothing to do but to wait.
+      while (box.server.stalled(1).empty()) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it falls asleep
+      box.server.fail_job(1, Error(ErrorCode::peer_lost, "rank 1 was lost", 1));
+    });
+    const auto start = std::chrono::steady_clock::now();
+    const Error error = failure(*ranks[0], info.id);
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
+    CHECK_EQUAL(error.rank, 1);
+    end.join();
+  }
+}
+
 TEST(a_lost_server_is_told_to_the_workers) {
   for (const Transport& transport : kBoth) {
     std::vector<std::unique_ptr<Worker>> ranks;
@@ -160,13 +182,8 @@ TEST(a_table_dropped_with_answers_under_way_still_sends_them) {
     head.sender = 0;
     end.lane->send_copy(head, data.data());
   }
-  // Pushing goes on without a look at the answers, until all are in.
-  class Blind : public Sink {
-    std::byte* destination(Lane&, const Header&) override { return nullptr; }
-    void frame(Lane&, const Header&, const std::byte*) override {}
-    void closed(Lane&, const Error&) override {}
-  } blind;
-  while (box.server.chunks_answered(1) < info.chunks.size()) end.lane->progress(blind, 0);
+  Recorder unread;  // pushing goes on without a look at the answers, until all are in
+  while (box.server.chunks_answered(1) < info.chunks.size()) end.lane->progress(unread, 0);
   box.server.drop_table(1, info.id);
   end.drive([&] { return end.sink.count == info.chunks.size(); });
   for (const Received& got : end.sink.frames) {
