@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ class PboxBackend(Backend):
                 "give an operation the same name each time"
             )
         table = self._tables[spec.name] = AdHoc(spec)
-        self.connection.register(spec, lambda t, e, table=table: self._on_registered(table, t, e))
+        self.connection.register(spec, functools.partial(self._on_registered, table))
         return table, False
 
     def _on_registered(
