@@ -1,10 +1,10 @@
 // The arithmetic of a PBox core on CPU: reductions over the workers' arrays and optimizer steps.
 //
-// Contract of all functions: any count (also 0) and any alignment; two arrays coincide exactly or do
-// not overlap; safe from any thread; nothing is allocated or remembered. Arrays are combined in the
-// order given, and results are bitwise the same on every instruction set (NaNs aside: which NaN comes
-// out is not said). 16-bit floats are accumulated in fp32 and rounded once, to nearest even. Integers
-// wrap around. A wrong argument throws std::invalid_argument.
+// Contract of all functions: any count (also 0) and any alignment; two arrays coincide exactly or
+// do not overlap; safe from any thread; nothing is allocated or remembered. Arrays are combined in
+// the order given, and results are bitwise the same on every instruction set (except for which NaN
+// a NaN is). 16-bit floats are accumulated in fp32 and rounded once, to nearest even. Integers wrap
+// around. A wrong argument throws std::invalid_argument.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct Execution {
 
 // Factors of a reduction. `pre` multiplies every element before, `post` the result after; both act
 // on floating types only and in the accumulator's type. `divisor` acts on integers under
-// ReduceOp::average only and rounds towards minus infinity (an average of floats has 1/N in `post`).
+// ReduceOp::average only and rounds down (an average of floats has 1/N in `post`).
 struct Scale {
   double pre = 1.0;
   double post = 1.0;
@@ -39,7 +39,8 @@ struct Scale {
 };
 
 // Each of the n_out (>= 1) arrays `outs` = op over the n (>= 1) arrays `in`, all of type t. Outputs
-// may coincide with inputs. min and max propagate NaN. bool: sum and max are OR, product and min AND.
+// may coincide with inputs. min and max propagate NaN. bool: sum and max are OR, product and min
+// are AND.
 void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* const* in, int n,
             size_t count, const Scale& scale = {}, const Execution& execution = {});
 
@@ -56,9 +57,9 @@ void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, cons
 struct StepArrays {
   const void* weights_in = nullptr;
   void* weights_out = nullptr;  // may be weights_in; else the model is double-buffered
-  void* momentum = nullptr;     // read and written; unused when SgdParams::momentum is 0
+  void* momentum = nullptr;  // read and written; unused when SgdParams::momentum is 0
   void* const* outs = nullptr;  // n_out further copies of the new weights, of type t;
-  int n_out = 0;                // one that is weights_out is skipped
+  int n_out = 0;  // one that is weights_out is skipped
 };
 
 // One step of SGD; gradient = scale.post * `acc`, which has accumulator_type(t). `first`: the
@@ -69,6 +70,7 @@ void sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void*
 // The same with gradient = post * sum(pre * in[k]) of n arrays of type t, in one pass. Equals
 // `fold` of all arrays and `sgd` bitwise. `in` may coincide with `outs`.
 void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in,
-                int n, size_t count, const Scale& scale, bool first, const Execution& execution = {});
+                int n, size_t count, const Scale& scale, bool first,
+                const Execution& execution = {});
 
 }  // namespace phub

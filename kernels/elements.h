@@ -22,7 +22,9 @@ struct Plain {
 struct Bool {
   using Wire = uint8_t;
   using Acc = uint8_t;
-  static PHUB_HD Vector<uint8_t> widen(Vector<uint8_t> x) { return bits<Vector<uint8_t>>(x != 0) & 1; }
+  static PHUB_HD Vector<uint8_t> widen(Vector<uint8_t> x) {
+    return bits<Vector<uint8_t>>(x != 0) & 1;
+  }
   static PHUB_HD Vector<uint8_t> narrow(Vector<uint8_t> x) { return x; }
 };
 
@@ -79,7 +81,8 @@ struct Half {
     const Bits32 normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     // Subnormal (below 2^-14): adding 0.5 makes the float addition round at the right bit.
     const Bits32 subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;
-    const Bits32 finite = (magnitude < 0x38800000) ? subnormal : normal;  // 65520.. carries to infinity
+    const Bits32 finite =
+        (magnitude < 0x38800000) ? subnormal : normal;  // 65520.. carries to infinity
     const Bits32 nan = ((magnitude >> 13) & 0x3ff) | 0x7e00;
     const Bits32 infinite = (magnitude > 0x7f800000) ? nan : (magnitude & 0) | 0x7c00;
     const Bits32 result = (magnitude < 0x47800000) ? finite : infinite;  // from 2^16 on

@@ -69,7 +69,8 @@ Targets later(Targets out, size_t bytes) {
 
 }  // namespace
 
-void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t count, bool first, double pre) {
+void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t count, bool first,
+         double pre) {
   const size_t item = item_size(accumulator_type(t));
   const auto whole = [&](size_t, size_t lines) { loop(acc, in.array, in.n, lines, first, pre); };
   const auto ragged = [&](size_t begin, size_t size) {
@@ -96,7 +97,8 @@ void run(Loops::Sum loop, DType t, const Targets& out, const View& in, size_t co
   split(t, count, out.head, whole, ragged);
 }
 
-void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, const View& in, size_t count) {
+void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, const View& in,
+         size_t count) {
   const size_t item = item_size(accumulator_type(t));
   const auto whole = [&](size_t begin, size_t lines) {
     loop(pass.at(begin * item), later(out, begin * item_size(t)), in.at(begin).array, in.n, lines);

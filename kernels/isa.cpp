@@ -11,16 +11,17 @@ const Loops* find_loops(Isa isa) {
 #if defined(__x86_64__)
   const bool has_half = __builtin_cpu_supports("f16c");
   if (isa == Isa::avx2 && has_half && __builtin_cpu_supports("avx2")) return loops_avx2();
-  if (isa == Isa::avx512 && has_half && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+  if (isa == Isa::avx512 && has_half && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
     return loops_avx512();
 #endif
   return nullptr;
 }
 
 const Loops* loops_or_null(Isa isa) {
-  static const std::array<const Loops*, 3> tables = {find_loops(Isa::baseline), find_loops(Isa::avx2),
-                                                     find_loops(Isa::avx512)};
+  static const std::array<const Loops*, 3> tables = {
+      find_loops(Isa::baseline), find_loops(Isa::avx2), find_loops(Isa::avx512)};
   return tables.at(static_cast<size_t>(isa));
 }
 

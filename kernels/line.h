@@ -1,5 +1,5 @@
-// A line: what 64 bytes of an array on the wire hold, as accumulators in vector registers; the step in
-// which the loops walk arrays.
+// A line: what 64 bytes of an array on the wire hold, as accumulators in vector registers; the step
+// in which the loops walk arrays.
 // Included once by each instruction set's source file, which says how wide its registers are
 // (PHUB_VECTOR_BYTES) and in which namespace this stands (PHUB_ISA).
 #pragma once
@@ -46,8 +46,8 @@ inline constexpr size_t kLanes = kLineBytes / sizeof(typename E::Wire);
 
 // What becomes one vector of accumulators, as it stands in memory.
 template <class E>
-using Stored = typename VectorOf<typename E::Wire,
-                                 PHUB_VECTOR_BYTES * sizeof(typename E::Wire) / sizeof(typename E::Acc)>::type;
+using Stored = typename VectorOf<typename E::Wire, PHUB_VECTOR_BYTES * sizeof(typename E::Wire) /
+                                                       sizeof(typename E::Acc)>::type;
 
 // Reads a line of elements of type E.
 template <class E, size_t lanes>
@@ -65,10 +65,14 @@ PHUB_HD Line<typename E::Acc, lanes> load(const char* from) {
 template <class V>
 PHUB_HD void write_past(char* to, V vector) {
 #if defined(__x86_64__)
-  if constexpr (sizeof(V) == 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(vector));
-  else if constexpr (sizeof(V) == 32) _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits<__m256i>(vector));
-  else if constexpr (sizeof(V) == 16) _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits<__m128i>(vector));
-  else _mm_stream_si64(reinterpret_cast<long long*>(to), bits<long long>(vector));
+  if constexpr (sizeof(V) == 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(vector));
+  else if constexpr (sizeof(V) == 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits<__m256i>(vector));
+  else if constexpr (sizeof(V) == 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits<__m128i>(vector));
+  else
+    _mm_stream_si64(reinterpret_cast<long long*>(to), bits<long long>(vector));
 #else
   std::memcpy(to, &vector, sizeof vector);
 #endif
@@ -78,8 +82,10 @@ template <class E, size_t lanes>
 PHUB_HD void store(char* to, bool streaming, const Line<typename E::Acc, lanes>& line) {
   for (size_t p = 0; p < line.parts; ++p) {
     const Stored<E> stored = E::narrow(line.part[p]);
-    if (streaming) write_past(to + p * sizeof stored, stored);
-    else std::memcpy(to + p * sizeof stored, &stored, sizeof stored);
+    if (streaming)
+      write_past(to + p * sizeof stored, stored);
+    else
+      std::memcpy(to + p * sizeof stored, &stored, sizeof stored);
   }
 }
 

@@ -9,8 +9,8 @@
 
 #include <immintrin.h>
 
-// After the standard headers, as their inline functions are shared with other files; all of ours that
-// are used below are always inlined.
+// After the standard headers, as their inline functions are shared with other files. All of ours
+// that are used below are always inlined.
 #pragma GCC target("avx2,f16c")
 #define PHUB_ISA avx2
 #define PHUB_VECTOR_BYTES 32

@@ -9,8 +9,8 @@
 
 #include <immintrin.h>
 
-// After the standard headers, as their inline functions are shared with other files; all of ours that
-// are used below are always inlined.
+// After the standard headers, as their inline functions are shared with other files. All of ours
+// that are used below are always inlined.
 #pragma GCC target("f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 // gcc 12's own header initialises "undefined" vectors with themselves.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

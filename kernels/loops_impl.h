@@ -9,7 +9,7 @@
 namespace phub::PHUB_ISA {
 namespace {
 
-// The arrays that a pass reads. N: an integral_constant where their number is compiled in, else int.
+// The arrays that a pass reads. N: an integral_constant where their number is compiled in, or int.
 template <class N>
 struct Sources {
   const char* array[kStreams];
@@ -41,23 +41,15 @@ struct OneTarget {
 };
 
 // Calls body(sources, target) with the number of arrays compiled in.
-template <class Target, class Body>
+template <int number = kStreams, class Target, class Body>
 PHUB_HD void with_number(const void* const* in, int n, const Target& target, const Body& body) {
-  switch (n) {
-    case 1: return body(Sources(in, std::integral_constant<int, 1>()), target);
-    case 2: return body(Sources(in, std::integral_constant<int, 2>()), target);
-    case 3: return body(Sources(in, std::integral_constant<int, 3>()), target);
-    case 4: return body(Sources(in, std::integral_constant<int, 4>()), target);
-    case 5: return body(Sources(in, std::integral_constant<int, 5>()), target);
-    case 6: return body(Sources(in, std::integral_constant<int, 6>()), target);
-    case 7: return body(Sources(in, std::integral_constant<int, 7>()), target);
-    case 8: return body(Sources(in, std::integral_constant<int, 8>()), target);
-  }
+  if (n == number) return body(Sources(in, std::integral_constant<int, number>()), target);
+  if constexpr (number > 1) with_number<number - 1>(in, n, target, body);
 }
 
-// Calls body(sources, targets). What is `frequent` and has one target gets a loop of its own for each
-// number of arrays: the fewer instructions a line takes, the further the processor looks ahead, which
-// is worth a tenth of the time with 8 arrays.
+// Calls body(sources, targets). What is `frequent` and has one target gets a loop of its own for
+// each number of arrays: the fewer instructions a line takes, the further the processor looks
+// ahead, which is worth a tenth of the time with 8 arrays.
 template <bool frequent, class Body>
 PHUB_HD void specialise(const void* const* in, int n, const Targets& out, const Body& body) {
   if constexpr (frequent) {
@@ -96,12 +88,12 @@ PHUB_HD Line<typename E::Acc, lanes> sum_line(const Sources<N>& in, size_t offse
   return result;
 }
 
-// Offsets below are in bytes of the wire's type; an array of wider elements has `wide` times as many.
+// Offsets below are in bytes of the wire's type; wider elements stand so many times further on:
 template <class E>
 inline constexpr size_t kWide = sizeof(typename E::Acc) / sizeof(typename E::Wire);
 
 template <class In, class Out>
-inline constexpr bool is_frequent = std::is_same_v<In, Out>&& std::is_same_v<In, Plain<float>>;
+inline constexpr bool is_frequent = std::is_same_v<In, Out> && std::is_same_v<In, Plain<float>>;
 
 template <class E, class Op>
 void accumulate(void* acc, const void* const* in, int n, size_t lines, bool first, double pre) {
@@ -117,8 +109,10 @@ void accumulate(void* acc, const void* const* in, int n, size_t lines, bool firs
       auto next = load<E, lanes>(sources.array[k] + offset);
       prefetch<kLineBytes>(sources.array[k] + offset);
       scale_line(next, Acc(pre));
-      if (k == 0 && first) result = next;
-      else combine<Op>(result, next);
+      if (k == 0 && first)
+        result = next;
+      else
+        combine<Op>(result, next);
     }
     store<Plain<Acc>, lanes>(at, false, result);
   }
@@ -128,7 +122,8 @@ void accumulate(void* acc, const void* const* in, int n, size_t lines, bool firs
 template <class In, class Out>
 void sum(const Targets& out, const void* const* in, int n, size_t lines, double post) {
   using Acc = typename In::Acc;
-  constexpr size_t lanes = kLanes<Out>, wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
+  constexpr size_t lanes = kLanes<Out>;
+  constexpr size_t wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
   specialise<is_frequent<In, Out>>(in, n, out, [=](const auto& sources, const auto& targets) {
     for (size_t offset = 0; offset < lines * kLineBytes; offset += kLineBytes) {
       auto result = sum_line<In, lanes>(sources, offset * wide);
@@ -146,7 +141,8 @@ PHUB_HD Line<Acc, lanes> step_line(const SgdRule<Acc>& rule, const Line<Acc, lan
   auto weights = load<Plain<Acc>, lanes>(weights_at);
   prefetch<bytes>(weights_at);
   if constexpr (kind == Momentum::none) {
-    for (size_t p = 0; p < weights.parts; ++p) weights.part[p] = rule.step(weights.part[p], gradient.part[p]);
+    for (size_t p = 0; p < weights.parts; ++p)
+      weights.part[p] = rule.step(weights.part[p], gradient.part[p]);
   } else {
     Line<Acc, lanes> momentum;
     if constexpr (kind == Momentum::steady) momentum = load<Plain<Acc>, lanes>(momentum_at);
@@ -167,7 +163,8 @@ template <class In, class Out, Momentum kind>
 void step(const StepPass& pass, const Targets& out, const void* const* in, int n, size_t lines) {
   using Acc = typename In::Acc;
   constexpr bool frequent = kind == Momentum::steady && is_frequent<In, Out>;
-  constexpr size_t lanes = kLanes<Out>, wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
+  constexpr size_t lanes = kLanes<Out>;
+  constexpr size_t wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
   const SgdRule<Acc> rule(pass.params, pass.scale);
   const char* const weights_in = static_cast<const char*>(pass.weights_in);
   char* const weights_out = static_cast<char*>(pass.weights_out);
@@ -206,7 +203,8 @@ constexpr void fill_bool(Loops& table, DType t) {
 template <class E, Momentum kind>
 constexpr void fill_step(Loops& table, DType t) {
   table.step[static_cast<int>(t)][static_cast<int>(kind)] = step<E, E, kind>;
-  table.step_acc[static_cast<int>(t)][static_cast<int>(kind)] = step<Plain<typename E::Acc>, E, kind>;
+  table.step_acc[static_cast<int>(t)][static_cast<int>(kind)] =
+      step<Plain<typename E::Acc>, E, kind>;
 }
 
 template <class E>

@@ -26,7 +26,9 @@ constexpr int op_column(ReduceOp op) {
 }
 
 inline void* advance(void* array, size_t bytes) { return static_cast<char*>(array) + bytes; }
-inline const void* advance(const void* array, size_t bytes) { return static_cast<const char*>(array) + bytes; }
+inline const void* advance(const void* array, size_t bytes) {
+  return static_cast<const char*>(array) + bytes;
+}
 
 // An accumulator that stays in the first-level cache, for work that does not fit one pass.
 class Strip {
@@ -50,7 +52,8 @@ struct Inputs {
 
 // As many of the inputs as one pass reads, from input `from` and element `begin` on.
 struct View {
-  View(const Inputs& in, int from, size_t begin) : n(std::min(kStreams, in.n - from)), item(in.item) {
+  View(const Inputs& in, int from, size_t begin)
+      : n(std::min(kStreams, in.n - from)), item(in.item) {
     for (int k = 0; k < n; ++k) array[k] = advance(in.array[from + k], begin * item);
   }
   View at(size_t begin) const { return View({array, n, item}, 0, begin); }
@@ -77,7 +80,8 @@ class Destinations {
       any_streamed_ = true;
       targets_.head = before_line / item_;
     }
-    targets_.streaming[targets_.n] = streaming && any_streamed_ && before_line == targets_.head * item_;
+    targets_.streaming[targets_.n] =
+        streaming && any_streamed_ && before_line == targets_.head * item_;
     targets_.array[targets_.n++] = at;
   }
 
@@ -88,17 +92,19 @@ class Destinations {
 };
 
 // The loops for any number of elements. t: the type on the wire.
-void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t count, bool first, double pre);
+void run(Loops::Accumulate loop, DType t, void* acc, const View& in, size_t count, bool first,
+         double pre);
 void run(Loops::Sum loop, DType t, const Targets& out, const View& in, size_t count, double post);
-void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, const View& in, size_t count);
+void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, const View& in,
+         size_t count);
 
 // The sum (or other reduction) of elements [begin, begin + count) of all inputs.
-void accumulate(Loops::Accumulate loop, DType t, const Inputs& in, size_t begin, size_t count, double pre,
-                Strip& strip);
+void accumulate(Loops::Accumulate loop, DType t, const Inputs& in, size_t begin, size_t count,
+                double pre, Strip& strip);
 
 // Writes post * acc, which holds elements [begin, begin + count), to all of `outs`; `read`: arrays
 // that the call reads too.
-void write_out(const Loops& loops, DType t, void* const* outs, int n_out, const Inputs& read, size_t begin,
-               size_t count, const void* acc, double post, Stores stores);
+void write_out(const Loops& loops, DType t, void* const* outs, int n_out, const Inputs& read,
+               size_t begin, size_t count, const void* acc, double post, Stores stores);
 
 }  // namespace phub

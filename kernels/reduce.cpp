@@ -45,27 +45,29 @@ bool divides(DType t, ReduceOp op, const Scale& scale) {
 
 void require_arrays(const char* function, int n, int n_out) {
   if (n < 1 || n_out < 1)
-    refuse(function, "at least one input and output, got " + std::to_string(n) + " and " + std::to_string(n_out));
+    refuse(function, "at least one input and output, got " + std::to_string(n) + " and " +
+                         std::to_string(n_out));
 }
 
-void accumulate(Loops::Accumulate loop, DType t, const Inputs& in, size_t begin, size_t count, double pre,
-                Strip& strip) {
+void accumulate(Loops::Accumulate loop, DType t, const Inputs& in, size_t begin, size_t count,
+                double pre, Strip& strip) {
   for (int from = 0; from < in.n; from += kStreams)
     run(loop, t, strip.data(), View(in, from, begin), count, from == 0, pre);
 }
 
-void write_out(const Loops& loops, DType t, void* const* outs, int n_out, const Inputs& read, size_t begin,
-               size_t count, const void* acc, double post, Stores stores) {
+void write_out(const Loops& loops, DType t, void* const* outs, int n_out, const Inputs& read,
+               size_t begin, size_t count, const void* acc, double post, Stores stores) {
   const View view({&acc, 1, item_size(accumulator_type(t))}, 0, 0);
   for (int o = 0; o < n_out;) {
     Destinations to(t, begin);
-    for (; o < n_out && !to.full(); ++o) to.add(outs[o], stores == Stores::streaming && !read.contain(outs[o]));
+    for (; o < n_out && !to.full(); ++o)
+      to.add(outs[o], stores == Stores::streaming && !read.contain(outs[o]));
     run(loops.narrow[static_cast<int>(t)], t, to.targets(), view, count, post);
   }
 }
 
-void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* const* in, int n, size_t count,
-            const Scale& scale, const Execution& execution) {
+void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* const* in, int n,
+            size_t count, const Scale& scale, const Execution& execution) {
   require_arrays("reduce", n, n_out);
   const Loops& loops = loops_of(execution);
   const int row = static_cast<int>(t), column = op_column(op);
@@ -84,12 +86,13 @@ void reduce(DType t, ReduceOp op, void* const* outs, int n_out, const void* cons
     const size_t size = std::min(strip.count, count - begin);
     accumulate(loops.accumulate[row][column], t, inputs, begin, size, scale.pre, strip);
     if (divided) divide(t, strip.data(), size, scale.divisor);
-    write_out(loops, t, outs, n_out, inputs, begin, size, strip.data(), scale.post, execution.stores);
+    write_out(loops, t, outs, n_out, inputs, begin, size, strip.data(), scale.post,
+              execution.stores);
   }
 }
 
-void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool first, const Scale& scale,
-          const Execution& execution) {
+void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool first,
+          const Scale& scale, const Execution& execution) {
   const auto loop = loops_of(execution).accumulate[static_cast<int>(t)][op_column(op)];
   run(loop, t, acc, View({&in, 1, item_size(t)}, 0, 0), count, first, scale.pre);
 }

@@ -1,4 +1,4 @@
-"""NumPy twins of the kernels: slow and obvious, the oracle of the tests and of `phub bench kernels`.
+"""NumPy twins of the kernels: slow and obvious, the oracle of tests and of `phub bench kernels`.
 
 Arrays stand as they are on the wire: one dtype of NumPy for each `DType`, with uint16 holding the
 bits of bfloat16. Every operation rounds as its kernel does, so results are compared bitwise.
@@ -41,7 +41,9 @@ NO_SCALE = Scale()
 def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """In the accumulator's type: float32 for 16-bit floats, 0 or 1 for bool."""
     if dtype is DType.BFLOAT16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        bits = stored.astype(np.uint32) << 16
+        floats: np.ndarray = bits.view(np.float32)
+        return floats
     if dtype is DType.FLOAT16:
         return stored.astype(np.float32)
     if dtype is DType.BOOL:

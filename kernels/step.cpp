@@ -7,16 +7,23 @@ namespace {
 // One step of SGD over all elements, to be run pass by pass.
 class Step {
  public:
-  Step(DType t, const SgdParams& params, const StepArrays& arrays, const Inputs& gradients, const Scale& scale,
-       bool first, const Execution& execution)
-      : t_(t), arrays_(arrays), gradients_(gradients), stores_(execution.stores),
+  Step(DType t, const SgdParams& params, const StepArrays& arrays, const Inputs& gradients,
+       const Scale& scale, bool first, const Execution& execution)
+      : t_(t),
+        arrays_(arrays),
+        gradients_(gradients),
+        stores_(execution.stores),
         loops_(loops_of(execution)) {
-    if (!is_floating(t)) refuse("sgd", "a floating type, got type " + std::to_string(static_cast<int>(t)));
-    if (params.momentum != 0.0 && !arrays.momentum) refuse("sgd", "an array for the momentum, got none");
+    if (!is_floating(t))
+      refuse("sgd", "a floating type, got type " + std::to_string(static_cast<int>(t)));
+    if (params.momentum != 0.0 && !arrays.momentum)
+      refuse("sgd", "an array for the momentum, got none");
     require_arrays("sgd", gradients.n, 1);
     // Weights of the wire's type are one destination more, which may be streamed.
     void* const own_weights = accumulator_type(t) == t ? nullptr : arrays.weights_out;
-    momentum_ = params.momentum == 0.0 ? Momentum::none : first ? Momentum::first : Momentum::steady;
+    momentum_ = params.momentum == 0.0 ? Momentum::none
+                : first                ? Momentum::first
+                                       : Momentum::steady;
     pass_ = {params, scale.post, arrays.weights_in, own_weights,
              momentum_ == Momentum::none ? nullptr : arrays.momentum};
   }
@@ -63,8 +70,8 @@ void sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void*
     step.run(true, View(inputs, 0, begin), begin, std::min(pass, count - begin));
 }
 
-void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in, int n,
-                size_t count, const Scale& scale, bool first, const Execution& execution) {
+void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in,
+                int n, size_t count, const Scale& scale, bool first, const Execution& execution) {
   const Inputs inputs{in, n, item_size(t)};
   Step step(t, params, arrays, inputs, scale, first, execution);
   const auto sum = loops_of(execution).accumulate[static_cast<int>(t)][op_column(ReduceOp::sum)];

@@ -7,7 +7,17 @@
 
 namespace phub {
 
-enum class DType : uint8_t { f32 = 0, f64 = 1, f16 = 2, bf16 = 3, i32 = 4, i64 = 5, u8 = 6, i8 = 7, b8 = 8 };
+enum class DType : uint8_t {
+  f32 = 0,
+  f64 = 1,
+  f16 = 2,
+  bf16 = 3,
+  i32 = 4,
+  i64 = 5,
+  u8 = 6,
+  i8 = 7,
+  b8 = 8
+};
 inline constexpr int kDTypes = 9;
 
 enum class ReduceOp : uint8_t { sum = 0, average = 1, min = 2, max = 3, product = 4 };
@@ -19,6 +29,8 @@ constexpr size_t item_size(DType t) {
 }
 
 // 16-bit floats are accumulated in fp32; every other type in itself.
-constexpr DType accumulator_type(DType t) { return t == DType::f16 || t == DType::bf16 ? DType::f32 : t; }
+constexpr DType accumulator_type(DType t) {
+  return t == DType::f16 || t == DType::bf16 ? DType::f32 : t;
+}
 
 }  // namespace phub

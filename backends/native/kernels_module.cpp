@@ -1,5 +1,5 @@
-// Python bindings of the kernels. Arrays are uint8 views of the memory; types and operations are the
-// numbers of DType and ReduceOp. Mostly for tests; a PBox core calls kernels/cpu.h itself.
+// Python bindings of the kernels, for tests and benchmarks. Arrays are uint8 views of the memory;
+// types and operations are the numbers of DType and ReduceOp.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "error.h"
+#include "kernels/bench.h"
 #include "kernels/cpu.h"
 
 namespace py = pybind11;
@@ -16,7 +17,9 @@ namespace {
 
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 
-[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::config, "[kernels] expected " + text); }
+[[noreturn]] void refuse(const std::string& text) {
+  throw Error(ErrorCode::config, "[kernels] expected " + text);
+}
 
 void require_size(const Bytes& array, size_t bytes) {
   const auto size = static_cast<size_t>(array.size());
@@ -68,20 +71,27 @@ void bind_types(py::module_& m) {
   m.def("has_isa", &has_isa, py::arg("isa"));
   m.def("best_isa", &best_isa);
   py::class_<Scale>(m, "Scale")
-      .def(py::init<double, double, int>(), py::arg("pre") = 1.0, py::arg("post") = 1.0, py::arg("divisor") = 1);
+      .def(py::init<double, double, int>(), py::arg("pre") = 1.0, py::arg("post") = 1.0,
+           py::arg("divisor") = 1);
   py::class_<Execution>(m, "Execution")
       .def(py::init(&make_execution), py::arg("isa") = py::none(), py::arg("streaming") = false);
   py::class_<SgdParams>(m, "SgdParams")
-      .def(py::init<double, double, double, double, bool, bool>(), py::arg("lr"), py::arg("momentum") = 0.0,
-           py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0, py::arg("nesterov") = false,
-           py::arg("maximize") = false);
+      .def(py::init<double, double, double, double, bool, bool>(), py::arg("lr"),
+           py::arg("momentum") = 0.0, py::arg("dampening") = 0.0, py::arg("weight_decay") = 0.0,
+           py::arg("nesterov") = false, py::arg("maximize") = false)
+      .def_readonly("lr", &SgdParams::lr)
+      .def_readonly("momentum", &SgdParams::momentum)
+      .def_readonly("dampening", &SgdParams::dampening)
+      .def_readonly("weight_decay", &SgdParams::weight_decay)
+      .def_readonly("nesterov", &SgdParams::nesterov)
+      .def_readonly("maximize", &SgdParams::maximize);
 }
 
 void bind_reductions(py::module_& m) {
   m.def(
       "reduce",
-      [](int dtype, int op, const std::vector<Bytes>& outs, const std::vector<Bytes>& in, const Scale& scale,
-         const Execution& execution) {
+      [](int dtype, int op, const std::vector<Bytes>& outs, const std::vector<Bytes>& in,
+         const Scale& scale, const Execution& execution) {
         if (in.empty()) refuse("at least one input, got none");
         const auto bytes = static_cast<size_t>(in[0].size());
         const auto from = inputs(in, bytes);
@@ -89,25 +99,26 @@ void bind_reductions(py::module_& m) {
         const DType t = to_dtype(dtype);
         const ReduceOp reduction = to_op(op);
         const py::gil_scoped_release release;
-        reduce(t, reduction, to.data(), static_cast<int>(to.size()), from.data(), static_cast<int>(from.size()),
-               bytes / item_size(t), scale, execution);
+        reduce(t, reduction, to.data(), static_cast<int>(to.size()), from.data(),
+               static_cast<int>(from.size()), bytes / item_size(t), scale, execution);
       },
-      py::arg("dtype"), py::arg("op"), py::arg("outs").noconvert(), py::arg("inputs").noconvert(), py::arg("scale") = Scale{},
-      py::arg("execution") = Execution{});
+      py::arg("dtype"), py::arg("op"), py::arg("outs").noconvert(), py::arg("inputs").noconvert(),
+      py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
   m.def(
       "fold",
       [](int dtype, int op, const Bytes& acc, const Bytes& in, bool first, const Scale& scale,
          const Execution& execution) {
         const DType t = to_dtype(dtype);
         const size_t count = static_cast<size_t>(in.size()) / item_size(t);
-        fold(t, to_op(op), output(acc, count * item_size(accumulator_type(t))), in.data(), count, first, scale,
-             execution);
+        fold(t, to_op(op), output(acc, count * item_size(accumulator_type(t))), in.data(), count,
+             first, scale, execution);
       },
       py::arg("dtype"), py::arg("op"), py::arg("acc").noconvert(), py::arg("input").noconvert(),
       py::arg("first"), py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
   m.def(
       "finish",
-      [](int dtype, int op, const Bytes& out, const Bytes& acc, const Scale& scale, const Execution& execution) {
+      [](int dtype, int op, const Bytes& out, const Bytes& acc, const Scale& scale,
+         const Execution& execution) {
         const DType t = to_dtype(dtype);
         const size_t count = static_cast<size_t>(out.size()) / item_size(t);
         finish(t, to_op(op), output(out, count * item_size(t)),
@@ -133,13 +144,14 @@ void bind_steps(py::module_& m) {
         sgd(t, params, arrays, acc.data(), count, scale, first, execution);
       },
       py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
-      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(), py::arg("outs").noconvert(),
-      py::arg("acc").noconvert(), py::arg("scale"), py::arg("first"), py::arg("execution") = Execution{});
+      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(),
+      py::arg("outs").noconvert(), py::arg("acc").noconvert(), py::arg("scale"), py::arg("first"),
+      py::arg("execution") = Execution{});
   m.def(
       "reduce_sgd",
       [](int dtype, const SgdParams& params, const Bytes& weights_in, const Bytes& weights_out,
-         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs, const std::vector<Bytes>& in,
-         const Scale& scale, bool first, const Execution& execution) {
+         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs,
+         const std::vector<Bytes>& in, const Scale& scale, bool first, const Execution& execution) {
         const DType t = to_dtype(dtype);
         if (in.empty()) refuse("at least one input, got none");
         const size_t count = static_cast<size_t>(in[0].size()) / item_size(t);
@@ -149,11 +161,53 @@ void bind_steps(py::module_& m) {
         const StepArrays arrays{input(weights_in, wide), output(weights_out, wide),
                                 momentum ? output(*momentum, wide) : nullptr, to.data(),
                                 static_cast<int>(to.size())};
-        reduce_sgd(t, params, arrays, from.data(), static_cast<int>(from.size()), count, scale, first, execution);
+        reduce_sgd(t, params, arrays, from.data(), static_cast<int>(from.size()), count, scale,
+                   first, execution);
       },
       py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
-      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(), py::arg("outs").noconvert(), py::arg("inputs").noconvert(),
-      py::arg("scale"), py::arg("first"), py::arg("execution") = Execution{});
+      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(),
+      py::arg("outs").noconvert(), py::arg("inputs").noconvert(), py::arg("scale"),
+      py::arg("first"), py::arg("execution") = Execution{});
+}
+
+using Optional = std::optional<Bytes>;
+
+std::vector<std::vector<double>> timed_walk(Walk what, int dtype, const std::vector<Bytes>& in,
+                                            const Optional& out, const Optional& weights,
+                                            const Optional& momentum, size_t chunk_bytes,
+                                            size_t slice, int threads, bool streaming) {
+  if (in.empty() || in.size() > 8) refuse("1 to 8 inputs, got " + std::to_string(in.size()));
+  if (what == Walk::triad && in.size() < 2) refuse("two inputs for a triad");
+  const bool has_state = weights && momentum;
+  if (what != Walk::read && !out) refuse("an output");
+  if (what == Walk::sgd && !has_state) refuse("weights and momentum");
+  if (threads < 1) refuse("at least one thread, got " + std::to_string(threads));
+  if (chunk_bytes == 0 || chunk_bytes % 128 != 0 || slice == 0)
+    refuse("chunks of a multiple of 128 bytes");
+  const DType t = to_dtype(dtype);
+  if (t != DType::f32 && t != DType::f64) refuse("float32 or float64");
+  WalkArrays arrays;
+  arrays.bytes = static_cast<size_t>(in[0].size());
+  arrays.in = inputs(in, arrays.bytes);
+  if (out) arrays.out = output(*out, arrays.bytes);
+  if (weights) arrays.weights = input(*weights, arrays.bytes);
+  if (momentum) arrays.momentum = output(*momentum, arrays.bytes);
+  const py::gil_scoped_release release;
+  return walk(what, t, arrays, {chunk_bytes, slice, threads},
+              streaming ? Stores::streaming : Stores::cached);
+}
+
+void bind_walks(py::module_& m) {
+  py::enum_<Walk>(m, "Walk")
+      .value("READ", Walk::read)
+      .value("COPY", Walk::copy)
+      .value("TRIAD", Walk::triad)
+      .value("REDUCE", Walk::reduce)
+      .value("SGD", Walk::sgd);
+  m.attr("WALK_SGD") = kWalkSgd;
+  m.def("walk", &timed_walk, py::arg("what"), py::arg("dtype"), py::arg("inputs").noconvert(),
+        py::arg("out").noconvert(), py::arg("weights").noconvert(), py::arg("momentum").noconvert(),
+        py::arg("chunk_bytes"), py::arg("slice"), py::arg("threads"), py::arg("streaming"));
 }
 
 }  // namespace
@@ -163,4 +217,5 @@ void bind_kernels(py::module_& m) {
   bind_types(kernels);
   bind_reductions(kernels);
   bind_steps(kernels);
+  bind_walks(kernels);
 }

@@ -1,5 +1,5 @@
-// The kernels on every instruction set of this machine: bitwise the same results, and no byte read or
-// written outside of the arrays (each is allocated exactly, so that a sanitizer sees it).
+// The kernels on every instruction set of this machine: bitwise the same results, and no byte read
+// or written outside of the arrays (each is allocated exactly, so that a sanitizer sees it).
 #include <atomic>
 #include <random>
 #include <stdexcept>
@@ -24,7 +24,8 @@ class Array {
   std::byte* data() { return memory_.data() + offset_; }
   bool operator==(const Array& other) const {
     return std::equal(memory_.begin() + static_cast<long>(offset_), memory_.end(),
-                      other.memory_.begin() + static_cast<long>(other.offset_), other.memory_.end());
+                      other.memory_.begin() + static_cast<long>(other.offset_),
+                      other.memory_.end());
   }
 
  private:
@@ -71,10 +72,12 @@ struct Inputs {
   std::vector<const void*> pointers;
 };
 
-Array reduced(DType t, ReduceOp op, Inputs& in, size_t count, const Scale& scale, const Execution& execution) {
+Array reduced(DType t, ReduceOp op, Inputs& in, size_t count, const Scale& scale,
+              const Execution& execution) {
   Array out(count * item_size(t), 1);
   void* to = out.data();
-  reduce(t, op, &to, 1, in.pointers.data(), static_cast<int>(in.pointers.size()), count, scale, execution);
+  reduce(t, op, &to, 1, in.pointers.data(), static_cast<int>(in.pointers.size()), count, scale,
+         execution);
   return out;
 }
 
@@ -92,9 +95,10 @@ Stepped stepped(DType t, Inputs& in, size_t count, const Execution& execution) {
   const SgdParams params{0.1, 0.9, 0.0, 0.01, true, false};
   void* out = result.out.data();
   for (int step = 0; step < 2; ++step) {
-    const StepArrays arrays{buffers[step % 2].data(), buffers[1 - step % 2].data(), result.momentum.data(), &out, 1};
-    reduce_sgd(t, params, arrays, in.pointers.data(), static_cast<int>(in.pointers.size()), count, {1.0, 0.25, 1},
-               step == 0, execution);
+    const StepArrays arrays{buffers[step % 2].data(), buffers[1 - step % 2].data(),
+                            result.momentum.data(), &out, 1};
+    reduce_sgd(t, params, arrays, in.pointers.data(), static_cast<int>(in.pointers.size()), count,
+               {1.0, 0.25, 1}, step == 0, execution);
   }
   result.weights = buffers[0];
   return result;
@@ -108,7 +112,8 @@ TEST(reductions_are_the_same_on_every_isa) {
       for (int n : {1, 3, 8, 11})
         for (size_t count : kCounts) {
           Inputs in(t, n, count);
-          const Array expected = reduced(t, op, in, count, {1.0, 0.5, 1}, {Isa::baseline, Stores::cached});
+          const Array expected =
+              reduced(t, op, in, count, {1.0, 0.5, 1}, {Isa::baseline, Stores::cached});
           for (Isa isa : isas())
             for (Stores stores : {Stores::cached, Stores::streaming})
               CHECK(reduced(t, op, in, count, {1.0, 0.5, 1}, {isa, stores}) == expected);
@@ -162,7 +167,8 @@ TEST(streamed_results_are_there_when_published) {
   std::thread writer([&] {
     for (size_t i = 0; i < results.size(); ++i) {
       void* out = results[i].data();
-      reduce(DType::f32, ReduceOp::sum, &out, 1, in.pointers.data(), 2, kCount, {}, {best_isa(), Stores::streaming});
+      reduce(DType::f32, ReduceOp::sum, &out, 1, in.pointers.data(), 2, kCount, {},
+             {best_isa(), Stores::streaming});
       done.store(i + 1, std::memory_order_release);
     }
   });
@@ -177,10 +183,12 @@ TEST(wrong_arguments_are_refused) {
   float one = 1;
   const void* in = &one;
   void* out = &one;
-  const auto no_input = THROWN(std::invalid_argument, reduce(DType::f32, ReduceOp::sum, &out, 1, &in, 0, 1));
+  const auto no_input =
+      THROWN(std::invalid_argument, reduce(DType::f32, ReduceOp::sum, &out, 1, &in, 0, 1));
   CHECK_CONTAINS(no_input.what(), "at least one input and output, got 0 and 1");
   const StepArrays arrays{&one, &one, nullptr, nullptr, 0};
-  const auto integers = THROWN(std::invalid_argument, sgd(DType::i32, {}, arrays, &one, 1, {}, true));
+  const auto integers =
+      THROWN(std::invalid_argument, sgd(DType::i32, {}, arrays, &one, 1, {}, true));
   CHECK_CONTAINS(integers.what(), "a floating type");
 }
 

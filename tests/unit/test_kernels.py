@@ -59,8 +59,9 @@ def random_array(dtype: DType, count: int, seed: int) -> np.ndarray:
         return reference.narrow(wide, dtype)
     if dtype is DType.BOOL:
         return rng.integers(0, 3, count).astype(np.uint8)  # 2 is true as well
-    info = np.iinfo(STORED[dtype])
-    return rng.integers(info.min, info.max, count, dtype=STORED[dtype], endpoint=True)
+    stored: Any = STORED[dtype]
+    info = np.iinfo(stored)
+    return rng.integers(info.min, info.max, count, dtype=stored, endpoint=True)
 
 
 def random_arrays(dtype: DType, n: int, count: int) -> list[np.ndarray]:
@@ -180,7 +181,9 @@ def test_factors_before_and_after(dtype: DType, isa: Any) -> None:
 @each_isa
 @pytest.mark.parametrize("streaming", [False, True])
 def test_several_outputs_some_of_which_are_inputs(isa: Any, streaming: bool) -> None:
-    for dtype, n, copies in itertools.product((DType.FLOAT32, DType.FLOAT16), (2, 8, 9), (1, 5, 12)):
+    for dtype, n, copies in itertools.product(
+        (DType.FLOAT32, DType.FLOAT16), (2, 8, 9), (1, 5, 12)
+    ):
         arrays = random_arrays(dtype, n, 2501)
         expected = reference.reduce(dtype, ReduceOp.SUM, arrays)
         others = [np.zeros_like(arrays[0]) for _ in range(copies)]
@@ -246,9 +249,7 @@ def test_nan_and_infinity_pass_through(dtype: DType, isa: Any) -> None:
 
 def test_average_of_integers_rounds_down() -> None:
     arrays = [np.array([-7, -6, -1, 0, 1, 6, 7], np.int32), np.zeros(7, np.int32)]
-    (out,) = run_reduce(
-        DType.INT32, ReduceOp.AVERAGE, arrays, Scale(divisor=3), native.Execution()
-    )
+    (out,) = run_reduce(DType.INT32, ReduceOp.AVERAGE, arrays, Scale(divisor=3), native.Execution())
     assert out.tolist() == [-3, -2, -1, 0, 0, 2, 2]
 
 
@@ -365,9 +366,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="a DType, got 77"):
         native.reduce(77, ReduceOp.SUM, [small], [small])
     with pytest.raises(ValueError, match="a divisor >= 1, got 0"):
-        native.reduce(
-            DType.INT32, ReduceOp.AVERAGE, [small], [small], native.Scale(divisor=0)
-        )
+        native.reduce(DType.INT32, ReduceOp.AVERAGE, [small], [small], native.Scale(divisor=0))
     params = native.SgdParams(0.1, 0.9)
     with pytest.raises(ValueError, match="floating type"):
         native.sgd(DType.INT32, params, small, small, small, [], small, native.Scale(), True)

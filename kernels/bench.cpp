@@ -1,0 +1,117 @@
+#include "kernels/bench.h"
+
+#include <barrier>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "kernels/passes.h"
+
+// The streamed copy is written with the lines of the kernels.
+#define PHUB_ISA walks
+#define PHUB_VECTOR_BYTES 16
+#include "kernels/elements.h"
+
+namespace phub {
+namespace {
+
+using Floats = walks::Vector<float>;
+
+// A value that depends on everything read, kept in a place that the compiler must write.
+void read_all(const void* in, size_t bytes) {
+  constexpr size_t kWays = 8;
+  Floats sums[kWays] = {};
+  const char* at = static_cast<const char*>(in);
+  for (const char* end = at + bytes; at < end; at += sizeof sums)
+    for (size_t w = 0; w < kWays; ++w) {
+      Floats next;
+      std::memcpy(&next, at + w * sizeof next, sizeof next);
+      sums[w] += next;
+    }
+  [[maybe_unused]] volatile float kept = 0;
+  for (const Floats& sum : sums) kept = sum[0] + sum[1] + sum[2] + sum[3];
+}
+
+void copy(void* out, const void* in, size_t bytes, Stores stores) {
+  if (stores == Stores::cached) {
+    std::memcpy(out, in, bytes);
+    return;
+  }
+  char* to = static_cast<char*>(out);
+  const char* from = static_cast<const char*>(in);
+  for (size_t b = 0; b < bytes; b += sizeof(Floats)) {
+    Floats next;
+    std::memcpy(&next, from + b, sizeof next);
+    walks::write_past(to + b, next);
+  }
+  walks::finish_streaming();
+}
+
+void triad(void* out, const void* in0, const void* in1, size_t bytes) {
+  char* to = static_cast<char*>(out);
+  const char *a = static_cast<const char*>(in0), *b = static_cast<const char*>(in1);
+  for (size_t i = 0; i < bytes; i += sizeof(Floats)) {
+    Floats x, y;
+    std::memcpy(&x, a + i, sizeof x);
+    std::memcpy(&y, b + i, sizeof y);
+    x += 3.0f * y;
+    std::memcpy(to + i, &x, sizeof x);
+  }
+}
+
+// Does the chunk that starts `offset` bytes into the arrays.
+void do_chunk(Walk what, DType t, const WalkArrays& arrays, size_t offset, size_t bytes,
+              Stores stores) {
+  const Inputs inputs{arrays.in.data(), static_cast<int>(arrays.in.size()), 1};
+  const View view(inputs, 0, offset);
+  const size_t count = bytes / item_size(t);
+  const Scale average{1.0, 1.0 / view.n, 1};
+  const Execution execution{best_isa(), stores};
+  void* out = arrays.out ? advance(arrays.out, offset) : nullptr;
+  switch (what) {
+    case Walk::read:
+      return read_all(view.array[0], bytes);
+    case Walk::copy:
+      return copy(out, view.array[0], bytes, stores);
+    case Walk::triad:
+      return triad(out, view.array[0], view.array[1], bytes);
+    case Walk::reduce:
+      return reduce(t, ReduceOp::sum, &out, 1, view.array, view.n, count, average, execution);
+    case Walk::sgd: {
+      const StepArrays step{advance(arrays.weights, offset), out, advance(arrays.momentum, offset),
+                            nullptr, 0};
+      return reduce_sgd(t, kWalkSgd, step, view.array, view.n, count, average, false, execution);
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<std::vector<double>> walk(Walk what, DType t, const WalkArrays& arrays,
+                                      const Steps& steps, Stores stores) {
+  using Clock = std::chrono::steady_clock;
+  const auto threads = static_cast<size_t>(steps.threads);
+  const size_t slice_bytes = steps.slice * steps.chunk_bytes;
+  const size_t slices = arrays.bytes / slice_bytes / threads;  // of each thread
+  std::vector<std::vector<double>> seconds(threads);
+  std::barrier start(steps.threads);
+  const auto part = [&](size_t thread) {
+    seconds[thread].reserve(slices);
+    start.arrive_and_wait();
+    for (size_t s = thread * slices; s < (thread + 1) * slices; ++s) {
+      const auto begin = Clock::now();
+      for (size_t c = 0; c < steps.slice; ++c)
+        do_chunk(what, t, arrays, s * slice_bytes + c * steps.chunk_bytes, steps.chunk_bytes,
+                 stores);
+      seconds[thread].push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+    }
+  };
+  std::vector<std::jthread> others;
+  for (size_t thread = 1; thread < threads; ++thread) others.emplace_back(part, thread);
+  part(0);
+  others.clear();  // joins
+  return seconds;
+}
+
+}  // namespace phub
