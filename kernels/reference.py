@@ -41,13 +41,11 @@ NO_SCALE = Scale()
 def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """In the accumulator's type: float32 for 16-bit floats, 0 or 1 for bool."""
     if dtype is DType.BFLOAT16:
-        bits = stored.astype(np.uint32) << 16
-        floats: np.ndarray = bits.view(np.float32)
-        return floats
+        return (stored.astype(np.uint32) << 16).view(np.float32)
     if dtype is DType.FLOAT16:
         return stored.astype(np.float32)
     if dtype is DType.BOOL:
-        return (stored != 0).astype(np.uint8)
+        return stored.astype(bool).astype(np.uint8)
     return stored.copy()
 
 
