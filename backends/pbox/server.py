@@ -197,6 +197,10 @@ class PBoxServer:
             protocol.challenge(connection, self._options.admin_token, "create", name)
         if not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ConfigError(f"[pbox] a job's name has 1 to {MAX_NAME} printable characters")
+        if not 1 <= workers <= self._core.MAX_WORKERS:
+            raise ConfigError(
+                f"[pbox] a job has 1 to {self._core.MAX_WORKERS} workers, got {workers}"
+            )
         if not 64 <= chunk_bytes <= self._core.MAX_PAYLOAD:
             raise ConfigError(
                 f"[pbox] chunks of {chunk_bytes} bytes; expected 64 to {self._core.MAX_PAYLOAD}"
