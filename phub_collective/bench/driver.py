@@ -122,6 +122,7 @@ def run(plan: Plan, reno: bool, progress: Callable[[str], None]) -> dict[str, An
                 code = _wait(process, folder, progress)
             finally:
                 _stop(process)
+                _sweep(folder)
         results = folder / "results.json"
         if code != 0 or not results.exists():
             raise PhubError(_reason(folder, code))
@@ -152,6 +153,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the shared memory that the workers named: an MPI that is killed leaves its files."""
+    names = folder / "shared-files.json"
+    if names.exists():
+        for name in json.loads(names.read_text()):
+            Path(name).unlink(missing_ok=True)
 
 
 def _reason(folder: Path, code: int) -> str:

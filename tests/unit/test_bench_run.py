@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,11 @@ def workers_of(mark: str) -> list[int]:
     return found
 
 
+def shared_files_of(pid: int) -> set[str]:
+    """Files of shared memory that a process has mapped."""
+    return set(re.findall(r"/dev/shm/\S+$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+
+
 @pytest.mark.parametrize("launcher", ["phubrun", "mpirun"])
 @pytest.mark.parametrize("victim", ["driver", "worker"])
 def test_no_end_leaves_processes(launcher: str, victim: str) -> None:
@@ -139,6 +145,8 @@ def test_no_end_leaves_processes(launcher: str, victim: str) -> None:
         assert any("allreduce 4KiB" in line for line in driver.stderr)
         workers = workers_of(mark)
         assert len(workers) == 2
+        shared = shared_files_of(workers[0])
+        assert bool(shared) == (launcher == "mpirun")
         if victim == "driver":
             driver.terminate()
         else:
@@ -148,3 +156,4 @@ def test_no_end_leaves_processes(launcher: str, victim: str) -> None:
     deadline = time.monotonic() + DEADLINE
     while workers_of(mark):
         assert time.monotonic() < deadline, "workers are left"
+    assert not [name for name in shared if Path(name).exists()]
