@@ -88,9 +88,7 @@ class MeshBackend(Backend):
         self._allreduce = allreduce
         self._core = load()
         self._engine = self._core.Engine(context.config.spin_us)
-        self.native = self._core.Mesh(
-            self._engine, context.rank, context.size, FRAME_BYTES, WINDOW
-        )
+        self.native = self._core.Mesh(self._engine, context.rank, context.size, FRAME_BYTES, WINDOW)
         self._plan = functools.lru_cache(1024)(self._make_plan)
         self._works: list[MeshWork] = []  # that may be in flight
         self._lock = threading.Lock()

@@ -164,7 +164,9 @@ class Handshake:
         return Link(peer, sock, memory, bell, first=True)
 
 
-def connect_all(context: Context, name: str, core: Any, bell: int, ring_bytes: int) -> Iterator[Link]:
+def connect_all(
+    context: Context, name: str, core: Any, bell: int, ring_bytes: int
+) -> Iterator[Link]:
     """A link to every other rank. Collective.
 
     Raises:
@@ -178,7 +180,9 @@ def connect_all(context: Context, name: str, core: Any, bell: int, ring_bytes: i
         mine = Card(host_hint(), doors.unix, doors.hosts, doors.port, secret)
         cards = [
             Card(**json.loads(card))
-            for card in context.rendezvous.all_gather(f"mesh.{name}", json.dumps(vars(mine)).encode())
+            for card in context.rendezvous.all_gather(
+                f"mesh.{name}", json.dumps(vars(mine)).encode()
+            )
         ]
         handshake = Handshake(context, bytes.fromhex(cards[0].secret), core, bell, ring_bytes)
         deadline = time.monotonic() + context.config.timeout

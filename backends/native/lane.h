@@ -16,6 +16,8 @@ namespace phub {
 
 class Lane;
 
+inline constexpr size_t kNothingAwaited = SIZE_MAX;  // see Sink::awaited
+
 // Where received frames go.
 class Sink {
  public:
@@ -34,7 +36,8 @@ class Sink {
   // Frames that had been queued have left.
   virtual void flushed(Lane&) {}
   // Asked before the owner sleeps: how many bytes must arrive on this lane before there is anything
-  // to do? Fewer wake-ups; kinds of frames other than bulk data always wake.
+  // to do? Fewer wake-ups. On shm other kinds of frames than bulk data always wake; on tcp only
+  // so many bytes do, and the end.
   virtual size_t awaited(const Lane&) { return 1; }
 };
 
@@ -89,6 +92,9 @@ class Lane {
   size_t queued() const { return queue_.size(); }  // frames
   // Nothing is lost when this end goes away now: what was sent has left, on tcp for the other host.
   virtual bool delivered() const { return idle(); }
+  // Nothing more will be sent: the other end sees the end once it has taken what was. Receiving
+  // goes on, since a connection with unread data would be reset, and what was sent with it.
+  virtual void end_sending() = 0;
   bool is_closed() const { return closed_; }
   // Drops what is queued, ends the connection and tells the sink; no effect when closed already.
   void close(const Error& why, Sink& sink);

@@ -12,12 +12,6 @@ constexpr size_t kMaxNames = 1 << 20;
 constexpr size_t kMaxParts = 1 << 16;  // numbered by 16 bits in a frame
 constexpr double kCloseStep = 0.005;   // seconds between two looks at whether all has left
 
-void add(LaneCounters& sum, const LaneCounters& more) {
-  sum.bytes_sent += more.bytes_sent;
-  sum.bytes_received += more.bytes_received;
-  sum.wakeups += more.wakeups;
-}
-
 }  // namespace
 
 Mesh::Mesh(Engine& engine, int rank, int size, const MeshOptions& options)
@@ -31,6 +25,7 @@ Mesh::~Mesh() {
 void Mesh::attach(int peer, std::unique_ptr<Lane> lane) {
   const Engine::Guard guard = engine_.lock();
   lane->peer = peer;
+  lane->corked = true;  // whoever drives comes back to it, and so does `submit`
   peers_.at(static_cast<size_t>(peer)).lane = &engine_.add(std::move(lane), *this);
   engine_.kick();
 }
@@ -61,9 +56,11 @@ std::shared_ptr<Operation> Mesh::submit(const std::string& text, const Spec& spe
   for (int rank = 0; rank < size_; ++rank)
     if (rank != rank_) compare(name, rank);
   operation->advance();
-  confirm(name);
+  if (unconfirmed(name, *operation).empty()) operation->confirm();
   take_early(name);
   settle(operation);
+  const auto queues = [](const Peer& peer) { return peer.lane && !peer.lane->idle(); };
+  if (std::any_of(peers_.begin(), peers_.end(), queues)) engine_.progress_once();
   engine_.kick();
   return operation;
 }
@@ -96,8 +93,7 @@ void Mesh::announce(Name& name, const Operation& operation) {
     }
     name.announced = operation.spec();
     name.announced_at = operation.use();
-    for (int rank = 0; rank < size_; ++rank)
-      control(rank, FrameKind::open, name.number, operation.use(), payload);
+    for (int rank : all_ranks()) control(rank, FrameKind::open, name.number, operation.use(), payload);
   }
   for (int rank : operation.senders()) control(rank, FrameKind::posted, name.number, operation.use());
 }
@@ -120,19 +116,21 @@ void Mesh::compare(const Name& name, int rank) {
                                                 (first ? other : mine) + "; make them equal"));
 }
 
-// An operation settles only when those that this rank sends to, and at an announcement all ranks,
-// have submitted it: else a root could finish a broadcast that the others disagree about.
-void Mesh::confirm(const Name& name) {
-  const uint32_t use = name.operation->use();
-  const auto has_begun = [&](int rank) {
-    return rank == rank_ || name.remotes[static_cast<size_t>(rank)].has_posted(use);
-  };
-  std::vector<int> ranks = name.operation->receivers();
-  if (name.announced_at == use) {
-    ranks.resize(static_cast<size_t>(size_));
-    std::iota(ranks.begin(), ranks.end(), 0);
-  }
-  if (std::all_of(ranks.begin(), ranks.end(), has_begun)) name.operation->confirm();
+// Those who must have submitted a use before it may settle here, and have not: whom this rank sends
+// to, and at an announcement all ranks. Else the root of a broadcast would finish before it learns
+// that others disagree.
+std::vector<int> Mesh::unconfirmed(const Name& name, const Operation& operation) const {
+  std::vector<int> ranks = name.announced_at == operation.use() ? all_ranks() : operation.receivers();
+  std::erase_if(ranks, [&](int rank) {
+    return rank == rank_ || name.remotes[static_cast<size_t>(rank)].has_posted(operation.use());
+  });
+  return ranks;
+}
+
+std::vector<int> Mesh::all_ranks() const {
+  std::vector<int> ranks(static_cast<size_t>(size_));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
 void Mesh::take_early(Name& name) {
@@ -172,12 +170,10 @@ std::vector<int> Mesh::missing(const Operation& operation) {
 
 // Where every rank announces itself, who has not is to blame, and not who waits for it in turn.
 std::vector<int> Mesh::missing_ranks(const Operation& operation) const {
+  if (operation.settled()) return {};
   const Name& name = *numbered_.at(operation.number());
-  std::vector<int> silent;
-  for (int rank = 0; rank < size_; ++rank)
-    if (rank != rank_ && !name.remotes[static_cast<size_t>(rank)].spec(operation.use()))
-      silent.push_back(rank);
-  return silent.empty() ? operation.missing() : silent;
+  std::vector<int> ranks = unconfirmed(name, operation);
+  return ranks.empty() ? operation.missing() : ranks;
 }
 
 // Afterwards `operation` is no longer in flight if it has settled.
@@ -300,7 +296,7 @@ void Mesh::begun(int rank, Name& name, uint32_t use) {
   });
   if (name.in_flight(use)) {
     compare(name, rank);
-    confirm(name);
+    if (unconfirmed(name, *name.operation).empty()) name.operation->confirm();
   }
   advance_all();  // others may have waited for room among the eager bytes
 }
@@ -323,12 +319,18 @@ void Mesh::on_data(int rank, const Header& header, const std::byte* payload) {
   }  // else it is of a use that failed here
 }
 
-void Mesh::flushed(Lane&) { advance_all(); }
+void Mesh::flushed(Lane& lane) {
+  advance_all();
+  if (failed_) hang_up(lane);
+}
 
 size_t Mesh::awaited(const Lane& lane) {
-  size_t least = SIZE_MAX;
+  size_t least = kNothingAwaited;
   for (const auto& operation : flying_) {
-    if (operation->error() || operation->is_blocked_on(lane.peer)) return 1;
+    const Name& name = *numbered_[operation->number()];
+    const bool posted = name.remotes[static_cast<size_t>(lane.peer)].has_posted(operation->use());
+    // Without its `posted` an operation may be unable to send to this peer, or to settle.
+    if (operation->error() || !posted) return 1;
     const size_t bytes = operation->awaited(lane.peer);
     if (bytes > 0) least = std::min(least, bytes);
   }
@@ -354,14 +356,24 @@ void Mesh::closed(Lane& lane, const Error& why) {
   advance_all();
 }
 
-// Ends the mesh, for all ranks.
+// Ends the mesh, for all ranks: they are told why, and then the lanes close.
 void Mesh::fail(const Error& error) {
   if (failed_ || closing_) return advance_all();
   failed_ = error;
-  const auto payload = encode_error(error);
-  for (int rank = 0; rank < size_; ++rank) control(rank, FrameKind::error, 0, 0, payload);
   for (const auto& operation : flying_) operation->fail(error);
+  const auto payload = encode_error(error);
+  for (int rank : all_ranks()) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (!peer.lane || peer.gone) continue;
+    peer.lane->corked = false;  // nobody may drive any more
+    control(rank, FrameKind::error, 0, 0, payload);
+    hang_up(*peer.lane);
+  }
   advance_all();
+}
+
+void Mesh::hang_up(Lane& lane) {
+  if (lane.idle()) lane.close(*failed_, *this);  // else when what is queued has left: see `flushed`
 }
 
 void Mesh::close(double timeout_s) {
@@ -370,7 +382,7 @@ void Mesh::close(double timeout_s) {
   {
     const Engine::Guard guard = engine_.lock();
     if (std::exchange(closing_, true)) return;
-    for (int rank = 0; rank < size_; ++rank) control(rank, FrameKind::bye, 0, 0);
+    for (int rank : all_ranks()) control(rank, FrameKind::bye, 0, 0);
   }
   const auto all_left = [&] {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
@@ -387,7 +399,7 @@ void Mesh::remove_lanes() {
   closing_ = true;
   for (Peer& peer : peers_) {
     if (!peer.lane) continue;
-    add(past_, peer.lane->counters);
+    past_ += peer.lane->counters;
     engine_.remove(*std::exchange(peer.lane, nullptr));
     peer.gone = true;
     if (const auto placed = std::exchange(peer.placing, nullptr)) placed->placed();
@@ -401,7 +413,7 @@ LaneCounters Mesh::counters() {
   const Engine::Guard guard = engine_.lock();
   LaneCounters sum = past_;
   for (const Peer& peer : peers_)
-    if (peer.lane) add(sum, peer.lane->counters);
+    if (peer.lane) sum += peer.lane->counters;
   return sum;
 }
 

@@ -87,7 +87,7 @@ class Mesh : public Sink, private Carrier {
   void throw_if_over(const std::string& name) const;
   void announce(Name& name, const Operation& operation);
   void compare(const Name& name, int rank);
-  void confirm(const Name& name);
+  std::vector<int> unconfirmed(const Name& name, const Operation& operation) const;
   void take_early(Name& name);
 
   void on_open(int rank, const Header& header, const std::byte* payload);
@@ -100,7 +100,9 @@ class Mesh : public Sink, private Carrier {
   void settle(const std::shared_ptr<Operation>& operation);
   void advance_all();
   void fail(const Error& error);
+  void hang_up(Lane& lane);
   void remove_lanes();
+  std::vector<int> all_ranks() const;
   std::vector<int> missing_ranks(const Operation& operation) const;
 
   Engine& engine_;

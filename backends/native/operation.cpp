@@ -317,11 +317,6 @@ int Operation::blocking_peer(size_t index) const {
   return may ? steps[part.send_step].send_to : kNobody;
 }
 
-bool Operation::is_blocked_on(int peer) const {
-  return std::any_of(active_.begin(), active_.end(),
-                     [&](uint32_t index) { return blocking_peer(index) == peer; });
-}
-
 std::vector<int> Operation::missing() const {
   std::vector<int> ranks;
   for (uint32_t index : active_)

@@ -88,8 +88,7 @@ class Operation {
   bool needs(int peer) const;  // something is still to come from this peer or to be sent to it
   // Bytes that must come from `peer` before a part can go on; 0: none waits for it.
   size_t awaited(int peer) const;
-  bool is_blocked_on(int peer) const;  // a part may not send to this peer yet
-  std::vector<int> missing() const;    // peers that parts wait for
+  std::vector<int> missing() const;  // peers that parts wait for
 
  private:
   struct Early {  // came before its turn

@@ -39,6 +39,7 @@ class ShmLane final : public Lane {
   size_t footprint(size_t length) const override { return slot_bytes(length); }
   bool arm(size_t bytes) override;
   void disarm() override;
+  void end_sending() override { shutdown(socket_.get(), SHUT_WR); }
   int fd() const override { return socket_.get(); }
   bool wants_write() const override { return false; }
   const char* transport() const override { return "shm"; }

@@ -24,6 +24,7 @@ constexpr size_t kFramesPerCall = 64;
 constexpr size_t kCorkedFrames = 16;        // with chunks of 32 KiB, 512 KiB a call
 constexpr size_t kBufferBytes = 256 << 10;  // stays in the L2 cache
 constexpr size_t kMaxLowWater = 128 << 10;  // less than any socket buffer holds
+constexpr size_t kLargeFrame = 64 << 10;     // read alone, so that no part of the next is moved
 constexpr size_t kViewAlignment = 8;        // the largest element type
 
 void set_option(int fd, int level, int name, int value, const char* what) {
@@ -70,6 +71,7 @@ class TcpLane final : public Lane {
   int fd() const override { return fd_; }
   bool wants_write() const override { return !idle(); }
   bool delivered() const override;
+  void end_sending() override { shutdown(fd_, SHUT_WR); }
   const char* transport() const override { return "tcp"; }
 
  private:
@@ -80,6 +82,7 @@ class TcpLane final : public Lane {
   void left(size_t bytes);
 
   bool receive(Sink& sink, size_t budget);
+  size_t space() const;
   ssize_t read_some(size_t& asked);
   bool take_header(Sink& sink);
   bool take_payload(Sink& sink);
@@ -92,7 +95,8 @@ class TcpLane final : public Lane {
   const size_t max_payload_;
 
   // sending
-  size_t front_sent_ = 0;           // bytes of the queue's front that have left
+  bool full_ = false;                // the socket took less than there was
+  size_t front_sent_ = 0;            // bytes of the queue's front that have left
   std::optional<Error> send_error_;  // nothing more can be sent; what was received still counts
 
   // receiving
@@ -117,9 +121,8 @@ TcpLane::TcpLane(int fd, size_t max_payload)
 
 void TcpLane::send(const Header& header, const void* payload, size_t* unsent) {
   if (is_closed() || send_error_) return;
-  const bool blocked = !idle();
   enqueue(header, payload, unsent);
-  if (corked ? queue_.size() == kCorkedFrames : !blocked) flush();
+  if (!full_ && (!corked || queue_.size() >= kCorkedFrames)) flush();
 }
 
 // Fills `parts` with the frames at the front of the queue; returns how many parts.
@@ -160,7 +163,8 @@ bool TcpLane::delivered() const {
 
 bool TcpLane::flush() {
   bool moved = false;
-  while (!idle()) {
+  full_ = false;
+  while (!idle() && !full_) {
     iovec parts[2 * kFramesPerCall];
     size_t bytes = 0;
     msghdr message{};
@@ -169,7 +173,8 @@ bool TcpLane::flush() {
     const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+      full_ = errno == EAGAIN || errno == EWOULDBLOCK;
+      if (full_) break;
       send_error_ = system_error("[tcp] send", errno);
       drop_queue();
       fd_ready = true;  // look for the end at once
@@ -177,7 +182,7 @@ bool TcpLane::flush() {
     }
     left(static_cast<size_t>(sent));
     moved = true;
-    if (static_cast<size_t>(sent) < bytes) break;  // the socket is full
+    full_ = static_cast<size_t>(sent) < bytes;
   }
   return moved;
 }
@@ -205,6 +210,7 @@ bool TcpLane::progress(Sink& sink, size_t budget) {
 
 // What has arrived of an unfinished frame is among the bytes expected, but will not come again.
 bool TcpLane::arm(size_t bytes) {
+  if (bytes == kNothingAwaited) bytes = 1;  // but any frame may be an error that must wake
   const size_t here = end_ - begin_ + (has_header_ ? sizeof(Header) + filled_ : 0);
   set_low_water(bytes > here ? std::min(bytes - here, kMaxLowWater) : 1);
   return false;
@@ -247,13 +253,20 @@ bool TcpLane::receive(Sink& sink, size_t budget) {
   return received > 0;
 }
 
+// How much to read into the buffer.
+size_t TcpLane::space() const {
+  if (direct_) return sizeof(Header) - (end_ - begin_);
+  if (has_header_ && header_.length >= kLargeFrame)
+    return header_.length + sizeof(Header) - (end_ - begin_);
+  return capacity_ - end_;
+}
+
 // One read: into the destination and then the next header, or into the buffer.
 ssize_t TcpLane::read_some(size_t& asked) {
   iovec parts[2];
   int count = 0;
   if (target_) parts[count++] = {target_ + filled_, header_.length - filled_};
-  const size_t space = direct_ ? sizeof(Header) - (end_ - begin_) : capacity_ - end_;
-  parts[count++] = {buffer_.get() + end_, space};
+  parts[count++] = {buffer_.get() + end_, space()};
   for (int i = 0; i < count; ++i) asked += parts[i].iov_len;
   const ssize_t got = readv(fd_, parts, count);
   if (got <= 0) return got;
