@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <future>
+#include <utility>
 
 namespace phub {
 namespace {
@@ -164,7 +165,8 @@ bool Core::move_lanes() {
     moved |= entry->lane->progress(*entry->sink, kLaneBudget);
     const auto& job = *static_cast<const JobShard*>(entry->lane->owner);
     // The end of the lane wakes a worker that sleeps until more than the error has come.
-    if (job.failed() && entry->lane->idle()) entry->lane->close(*job.failed(), *entry->sink);
+    if (job.failed() && entry->lane->idle() && !std::exchange(entry->ended, true))
+      entry->lane->end_sending();
     if (!entry->lane->is_closed()) continue;
     poller_.remove(*entry->lane);
     entry->gone = true;

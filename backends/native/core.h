@@ -56,6 +56,7 @@ class Core {
     std::unique_ptr<Lane> lane;
     std::unique_ptr<LaneSink> sink;
     bool write_watched = false;
+    bool ended = false;  // its job has failed, and the worker was told
     bool gone = false;
   };
 
