@@ -18,6 +18,7 @@ inline constexpr int kTargets = kStreams + 1;  // every worker's array, and the 
 struct Targets {
   void* array[kTargets];
   bool streaming[kTargets];
+  bool any_streaming;
   int n;
   size_t head;  // elements before the streamed arrays reach a multiple of 64 bytes
 };

@@ -131,7 +131,7 @@ void sum(const Targets& out, const void* const* in, int n, size_t lines, double 
       targets.template put<Out, lanes>(offset, result);
     }
   });
-  finish_streaming();
+  if (out.any_streaming) finish_streaming();
 }
 
 template <Momentum kind, class Acc, size_t lanes>
@@ -179,7 +179,7 @@ void step(const StepPass& pass, const Targets& out, const void* const* in, int n
       targets.template put<Out, lanes>(offset, weights);
     }
   });
-  finish_streaming();
+  if (out.any_streaming) finish_streaming();
 }
 
 // Sums and products of `Wrapping`, E or its unsigned counterpart, have the same bits as those of E.

@@ -76,18 +76,17 @@ class Destinations {
     constexpr size_t kLine = 64;
     void* at = advance(array, begin_ * item_);
     const size_t before_line = -reinterpret_cast<uintptr_t>(at) % kLine;
-    if (streaming && !any_streamed_ && before_line % item_ == 0) {
-      any_streamed_ = true;
+    if (streaming && !targets_.any_streaming && before_line % item_ == 0) {
+      targets_.any_streaming = true;
       targets_.head = before_line / item_;
     }
     targets_.streaming[targets_.n] =
-        streaming && any_streamed_ && before_line == targets_.head * item_;
+        streaming && targets_.any_streaming && before_line == targets_.head * item_;
     targets_.array[targets_.n++] = at;
   }
 
  private:
   const size_t item_, begin_;
-  bool any_streamed_ = false;
   Targets targets_{};
 };
 
