@@ -24,17 +24,23 @@ void* map(size_t bytes, int flags, int fd, int protection = PROT_READ | PROT_WRI
   return mmap(nullptr, bytes, protection, flags, fd, 0);
 }
 
-// A preallocated memory file of `bytes`, or -1 with errno. Reserved huge pages are tried first.
-int memory_file(size_t bytes, unsigned flags) {
-  const int fd = memfd_create("phub", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
-  if (fd < 0) return -1;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
-      fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0)
-    return fd;
+// Maps a new memory file of `bytes` with all its pages there; nullptr with errno if it cannot be had.
+// Huge pages are asked for before the first page is made: later they would not be given.
+void* make_file(size_t bytes, unsigned flags, int& fd) {
+  fd = memfd_create("phub", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
+  if (fd < 0) return nullptr;
+  void* data = MAP_FAILED;
+  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0) data = map(bytes, MAP_SHARED, fd);
+  if (data != MAP_FAILED) {
+    madvise(data, bytes, MADV_HUGEPAGE);
+    madvise(data, bytes, MADV_POPULATE_WRITE);  // page tables now, not inside the first step
+    if (fallocate(fd, 0, 0, static_cast<off_t>(bytes)) == 0) return data;
+  }
   const int number = errno;
+  if (data != MAP_FAILED) munmap(data, bytes);
   close(fd);
   errno = number;
-  return -1;
+  return nullptr;
 }
 
 }  // namespace
@@ -50,21 +56,14 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
 std::shared_ptr<Memory> Memory::shared(size_t bytes, Access others) {
   const size_t mapped = round_up(bytes ? bytes : 1, bytes >= kHugePage ? kHugePage : 4096);
   int fd = -1;
-  if (bytes >= kHugePage) fd = memory_file(mapped, MFD_HUGETLB);
-  if (fd < 0) fd = memory_file(mapped, 0);
-  if (fd < 0) throw system_error(describe("memfd", mapped), errno);
-  void* data = map(mapped, MAP_SHARED, fd);
+  void* data = bytes >= kHugePage ? make_file(mapped, MFD_HUGETLB, fd) : nullptr;
+  if (!data) data = make_file(mapped, 0, fd);
+  if (!data) throw system_error(describe("memfd", mapped), errno);
+  std::shared_ptr<Memory> memory(new Memory(static_cast<std::byte*>(data), bytes, mapped, fd));
   // Sealed after our own mapping, which a seal against writing leaves as it is.
   const int seals = kSeals | (others == Access::read_write ? 0 : F_SEAL_FUTURE_WRITE);
-  if (data == MAP_FAILED || fcntl(fd, F_ADD_SEALS, seals) != 0) {
-    const int number = errno;
-    if (data != MAP_FAILED) munmap(data, mapped);
-    close(fd);
-    throw system_error(describe("mmap", mapped), number);
-  }
-  madvise(data, mapped, MADV_HUGEPAGE);
-  madvise(data, mapped, MADV_POPULATE_WRITE);  // page tables now, not inside the first step
-  return std::shared_ptr<Memory>(new Memory(static_cast<std::byte*>(data), bytes, mapped, fd));
+  if (fcntl(fd, F_ADD_SEALS, seals) != 0) throw system_error(describe("sealing", mapped), errno);
+  return memory;
 }
 
 std::shared_ptr<Memory> Memory::attach(int fd, size_t bytes, Access access) {
@@ -80,17 +79,17 @@ std::shared_ptr<Memory> Memory::attach(int fd, size_t bytes, Access access) {
   const int flags = access == Access::copy_on_write ? MAP_PRIVATE : MAP_SHARED;
   const int protection = access == Access::read_only ? PROT_READ : PROT_READ | PROT_WRITE;
   void* data = map(mapped, flags, fd, protection);
-  if (data == MAP_FAILED) {
-    const int number = errno;
-    close(fd);
-    throw system_error(describe("mmap", mapped), number);
-  }
+  const int number = errno;
+  close(fd);  // the mapping is enough
+  if (data == MAP_FAILED) throw system_error(describe("mmap", mapped), number);
   madvise(data, mapped, MADV_HUGEPAGE);
-  if (access == Access::read_write)
-    madvise(data, mapped, MADV_POPULATE_WRITE);
-  else
-    madvise(data, mapped, MADV_POPULATE_READ);
-  return std::shared_ptr<Memory>(new Memory(static_cast<std::byte*>(data), bytes, mapped, fd));
+  madvise(data, mapped, access == Access::read_write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+  return std::shared_ptr<Memory>(new Memory(static_cast<std::byte*>(data), bytes, mapped, -1));
+}
+
+void Memory::release_fd() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
 }
 
 void Memory::revert() {
@@ -100,7 +99,7 @@ void Memory::revert() {
 
 Memory::~Memory() {
   munmap(data_, mapped_);
-  if (fd_ >= 0) close(fd_);
+  release_fd();
 }
 
 }  // namespace phub

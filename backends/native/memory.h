@@ -26,7 +26,8 @@ class Memory {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
-  int fd() const { return fd_; }  // -1: anonymous
+  int fd() const { return fd_; }  // of a memory file made here, until it is released; else -1
+  void release_fd();  // all who shall have it have it: the mapping is enough
   // For copy_on_write: drops this process's own changes and shows the file again.
   void revert();
 

@@ -91,6 +91,7 @@ void bind_memory(py::module_& m) {
       .def_static("attach", &Memory::attach, py::arg("fd"), py::arg("bytes"), py::arg("access"),
                   Unlocked())
       .def("revert", &Memory::revert, Unlocked())
+      .def("release_fd", &Memory::release_fd)
       .def_property_readonly("fd", &Memory::fd)
       .def_property_readonly("address", [](const Memory& memory) {
         return reinterpret_cast<uintptr_t>(memory.data());

@@ -23,6 +23,7 @@ from phub_collective.backends.base import (
     Work,
 )
 from phub_collective.backends.native import load
+from phub_collective.backends.operations import check
 from phub_collective.backends.pbox.connection import Connection, RegisteredTable
 from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec
@@ -162,21 +163,13 @@ class PboxBackend(Backend):
         table.registered.set()
 
     def _spec(self, operation: Operation) -> TableSpec:
-        buffer, op, prescale, postscale = operation.buffer, operation.op, 1.0, 1.0
-        if operation.kind is Kind.BARRIER:
+        check(operation, self.context.size, self.name)
+        buffer, op = operation.buffer, operation.op
+        if buffer is None:  # a barrier
             buffer = Buffer(np.zeros(1, np.uint8), DType.UINT8)
-        if buffer is None:
-            raise ConfigError(f"[pbox] {operation.kind.value} {operation.name!r} needs a buffer")
+        prescale, postscale = operation.prescale, operation.postscale
         if operation.kind is not Kind.ALLREDUCE:
-            op = ReduceOp.SUM  # of the one contribution that counts
-            if not 0 <= operation.root < self.context.size:
-                raise ConfigError(
-                    f"[pbox] root {operation.root} is no rank of 0..{self.context.size - 1}"
-                )
-        elif buffer.dtype.is_floating:
-            prescale, postscale = operation.prescale, operation.postscale
-        elif op is ReduceOp.AVERAGE and buffer.dtype is DType.BOOL:
-            raise ConfigError("[pbox] booleans have no average; use SUM (or) or PRODUCT (and)")
+            op, prescale, postscale = ReduceOp.SUM, 1.0, 1.0  # of the one contribution that counts
         # The kind and root are part of the description that is compared between ranks.
         label = f"{operation.kind.value} root {operation.root}"
         key = Key(f"{operation.name} ({label})", (buffer.count,), buffer.dtype)

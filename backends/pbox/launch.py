@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import socket
 import subprocess
 import sys
@@ -73,7 +73,9 @@ def start_server(config: Config, all_local: bool) -> LocalServer:
         start_new_session=True,
     )
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        ready = selector.select(START_SECONDS)
     line = process.stdout.readline().decode() if ready else ""
     if "serving on " not in line:
         process.kill()

@@ -178,6 +178,8 @@ class Tenant:
             self._tables[spec.name] = registered
             for rank in specs:
                 self._answer(rank, registered)
+            for memory in _shared_memories(registered):
+                memory.release_fd()  # everybody has it mapped, or on its way
         return None
 
     def _check(self, member: Member, spec: TableSpec) -> None:
@@ -241,17 +243,14 @@ class Tenant:
         )
 
     def _answer(self, rank: int, registered: Registered) -> None:
-        table, ids = registered.table, registered.ids
-        memories = [*table.arenas[rank : rank + 1], *table.weights]
-        if registered.local and not registered.spec.model:
-            memories += table.answers
+        ids = registered.ids
         message = {
             "op": "registered",
             "name": registered.spec.name,
             "ids": [ids.id, ids.first_key, ids.first_chunk, ids.first_group],
             "local": registered.local,
         }
-        shared = tuple(memory.fd for memory in memories if memory is not None)
+        shared = tuple(memory.fd for memory in _shared_memories(registered, rank))
         self._members[rank].send(message, shared)
 
     def _refuse(self, name: str, ranks: Any, error: PhubError) -> None:
@@ -306,3 +305,12 @@ class Tenant:
         """Free everything; the token is worthless from now on."""
         self._native.drop_job(self.number)
         self._tables.clear()
+
+
+def _shared_memories(registered: Registered, rank: int | None = None) -> list[Any]:
+    """The memory files of a table that go to `rank` (None: to anyone): its arena, then the
+    weights, or the answers."""
+    table = registered.table
+    arenas = table.arenas if rank is None else table.arenas[rank : rank + 1]
+    answers = table.answers if registered.local and not registered.spec.model else []
+    return [memory for memory in [*arenas, *table.weights, *answers] if memory is not None]
