@@ -121,7 +121,8 @@ bool Engine::progress_once() {
 bool Engine::arm() {
   bool busy = false;
   for (auto& entry : entries_)
-    if (!entry->gone) busy |= entry->lane->arm(std::max(entry->expected, entry->sink->awaited(*entry->lane)));
+    if (!entry->gone)
+      busy |= entry->lane->arm(std::max(entry->expected, entry->sink->awaited(*entry->lane)));
   return busy;
 }
 

@@ -131,10 +131,8 @@ void JobShard::frame(int rank, const Header& header, const std::byte* payload) {
       return pull(rank, header);
     case FrameKind::hyper:
       return set_hyper(rank, header, payload);
-    // A worker that ends because of an error says so, and the others learn the cause.
     case FrameKind::error:
-      if (header.length < sizeof(ErrorWire)) refuse(rank, "a short error frame");
-      throw unpack_error(payload, header.length);
+      return report(rank, header, payload);
     default:
       refuse(rank, "a frame of kind " + std::to_string(static_cast<int>(header.kind)) +
                        ", which a core does not take");
@@ -163,6 +161,16 @@ Arrivals& JobShard::arrive(const TableShard& shard, Arrivals& arrivals, int rank
   arrivals.arrived.set(bit);
   if (gradient) arrivals.with_gradient.set(bit);
   return arrivals;
+}
+
+// A worker that ends because of an error says so, and the others learn the cause. That it has lost
+// the server is not the cause: here the server is.
+void JobShard::report(int rank, const Header& header, const std::byte* payload) const {
+  if (header.length < sizeof(ErrorWire)) refuse(rank, "a short error frame");
+  const Error error = unpack_error(payload, header.length);
+  if (error.code != ErrorCode::peer_lost || error.rank >= 0) throw error;
+  throw Error(error.code, "[pbox] rank " + std::to_string(rank) + " was lost: " + error.what(),
+              rank);
 }
 
 bool JobShard::complete(const Arrivals& arrivals) const {

@@ -101,6 +101,7 @@ class JobShard {
   void push_key(int rank, const Header& header);
   void pull(int rank, const Header& header);
   void set_hyper(int rank, const Header& header, const std::byte* payload);
+  [[noreturn]] void report(int rank, const Header& header, const std::byte* payload) const;
   void check_reading(int rank) const;  // throws when it lets its answers pile up
   const HyperWire& agreed_hyper(uint32_t group) const;
 

@@ -30,9 +30,9 @@ bool is_known(FrameKind kind) {
 
 void check_header(const Header& header, size_t max_payload) {
   if (!is_known(header.kind))
-    throw Error(ErrorCode::protocol,
-                "[lane] expected a frame, got unknown kind " +
-                    std::to_string(static_cast<int>(header.kind)) + "; the lane is closed");
+    throw Error(ErrorCode::protocol, "[lane] expected a frame, got unknown kind " +
+                                         std::to_string(static_cast<int>(header.kind)) +
+                                         "; the lane is closed");
   if (header.length > max_payload)
     throw Error(ErrorCode::protocol, "[lane] expected at most " + std::to_string(max_payload) +
                                          " bytes of payload, got a frame of " +

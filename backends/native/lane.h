@@ -100,12 +100,12 @@ class Lane {
   void close(const Error& why, Sink& sink);
 
   LaneCounters counters;
-  int peer = -1;          // rank at the other end (worker) or -1 (core)
+  int peer = -1;  // rank at the other end (worker) or -1 (core)
   void* owner = nullptr;  // free for the owner's bookkeeping
   // Set by an owner that queues many frames before it calls `progress`: a lane for which a call of
   // the system is dear (tcp) then lets frames gather, up to a limit.
   bool corked = false;
-  bool fd_ready = true;   // set by the poller: there was an event on fd() since the lane looked
+  bool fd_ready = true;  // set by the poller: there was an event on fd() since the lane looked
 
  protected:
   Lane() = default;
@@ -116,8 +116,8 @@ class Lane {
     size_t* unsent;
   };
   void enqueue(const Header& header, const void* payload, size_t* unsent);
-  void dequeue();             // the front of the queue has left
-  void drop_queue();          // nothing more can leave
+  void dequeue();  // the front of the queue has left
+  void drop_queue();  // nothing more can leave
   virtual void shut_down() = 0;  // ends the connection; called once, by `close`
 
   std::deque<Outgoing> queue_;
@@ -136,8 +136,8 @@ void check_header(const Header& header, size_t max_payload);
 
 struct TcpOptions {
   std::string congestion;  // "" = cubic if allowed, else reno, else the system's
-  int buffer_bytes = 0;    // SO_SNDBUF / SO_RCVBUF; 0 = the kernel tunes them
-  int keepalive_s = 30;    // a silent, unreachable host is an error after this time
+  int buffer_bytes = 0;  // SO_SNDBUF / SO_RCVBUF; 0 = the kernel tunes them
+  int keepalive_s = 30;  // a silent, unreachable host is an error after this time
 };
 
 // Takes over a connected, authenticated socket (any blocking mode).
@@ -153,7 +153,8 @@ std::string congestion_control(int fd);
 //              -1: a byte on the socket does it, 1 us dearer. For an end that is not trusted: it
 //              could make the write to its eventfd block.
 //   first      true on the side that made the memory
-std::unique_ptr<Lane> make_shm_lane(int socket, int memory, int peer_bell, bool first, size_t max_payload);
+std::unique_ptr<Lane> make_shm_lane(int socket, int memory, int peer_bell, bool first,
+                                    size_t max_payload);
 int make_ring_memory(size_t ring_bytes);  // a sealed memfd that holds two rings of ring_bytes
 
 }  // namespace phub

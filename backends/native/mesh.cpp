@@ -15,7 +15,11 @@ constexpr double kCloseStep = 0.005;   // seconds between two looks at whether a
 }  // namespace
 
 Mesh::Mesh(Engine& engine, int rank, int size, const MeshOptions& options)
-    : engine_(engine), rank_(rank), size_(size), options_(options), peers_(static_cast<size_t>(size)) {}
+    : engine_(engine),
+      rank_(rank),
+      size_(size),
+      options_(options),
+      peers_(static_cast<size_t>(size)) {}
 
 Mesh::~Mesh() {
   const Engine::Guard guard = engine_.lock();
@@ -38,13 +42,15 @@ std::shared_ptr<Operation> Mesh::submit(const std::string& text, const Spec& spe
   throw_if_over(text);
   Name& name = name_of(text);
   if (name.operation)
-    throw Error(ErrorCode::duplicate, "[mesh] rank " + std::to_string(rank_) + " submitted '" + text +
+    throw Error(ErrorCode::duplicate, "[mesh] rank " + std::to_string(rank_) + " submitted '" +
+                                          text +
                                           "' again before its last use was finished; wait for it, "
                                           "or give the two different names");
   if (spec.count > 0 && (spec.count - 1) / spec.part_count >= kMaxParts)
     throw Error(ErrorCode::config, "[mesh] '" + text + "' has more than " +
                                        std::to_string(kMaxParts) + " parts; make them larger");
-  const uint32_t number = name.number == kNoNumber ? static_cast<uint32_t>(numbered_.size()) : name.number;
+  const uint32_t number =
+      name.number == kNoNumber ? static_cast<uint32_t>(numbered_.size()) : name.number;
   const auto operation =
       std::make_shared<Operation>(text, number, name.next_use, spec, size_, buffer, plans,
                                   options_.window, static_cast<Carrier&>(*this));
@@ -70,8 +76,10 @@ void Mesh::throw_if_over(const std::string& name) const {
   if (closing_) throw Error(ErrorCode::config, "[mesh] '" + name + "' was submitted after close()");
   for (int rank = 0; rank < size_; ++rank)
     if (peers_[static_cast<size_t>(rank)].bye)
-      throw Error(ErrorCode::peer_lost, "[mesh] '" + name + "' needs rank " + std::to_string(rank) +
-                                            ", which has left the job", rank);
+      throw Error(
+          ErrorCode::peer_lost,
+          "[mesh] '" + name + "' needs rank " + std::to_string(rank) + ", which has left the job",
+          rank);
 }
 
 Name& Mesh::name_of(const std::string& text) {
@@ -93,9 +101,11 @@ void Mesh::announce(Name& name, const Operation& operation) {
     }
     name.announced = operation.spec();
     name.announced_at = operation.use();
-    for (int rank : all_ranks()) control(rank, FrameKind::open, name.number, operation.use(), payload);
+    for (int rank : all_ranks())
+      control(rank, FrameKind::open, name.number, operation.use(), payload);
   }
-  for (int rank : operation.senders()) control(rank, FrameKind::posted, name.number, operation.use());
+  for (int rank : operation.senders())
+    control(rank, FrameKind::posted, name.number, operation.use());
 }
 
 // Fails the operation in flight when `rank` is certain to have submitted something else for it.
@@ -111,8 +121,8 @@ void Mesh::compare(const Name& name, int rank) {
   const std::string mine = side(rank_, operation.spec().describe());
   const std::string other = side(rank, theirs ? theirs->describe() : "nothing");
   const bool first = rank_ < rank;
-  operation.fail(Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text + "': " +
-                                                (first ? mine : other) + ", " +
+  operation.fail(Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text +
+                                                "': " + (first ? mine : other) + ", " +
                                                 (first ? other : mine) + "; make them equal"));
 }
 
@@ -120,7 +130,8 @@ void Mesh::compare(const Name& name, int rank) {
 // to, and at an announcement all ranks. Else the root of a broadcast would finish before it learns
 // that others disagree.
 std::vector<int> Mesh::unconfirmed(const Name& name, const Operation& operation) const {
-  std::vector<int> ranks = name.announced_at == operation.use() ? all_ranks() : operation.receivers();
+  std::vector<int> ranks =
+      name.announced_at == operation.use() ? all_ranks() : operation.receivers();
   std::erase_if(ranks, [&](int rank) {
     return rank == rank_ || name.remotes[static_cast<size_t>(rank)].has_posted(operation.use());
   });
@@ -201,7 +212,8 @@ bool Mesh::may_send(const Operation& operation, int rank, size_t bytes) {
   Peer& peer = peers_.at(static_cast<size_t>(rank));
   const Name& name = *numbered_[operation.number()];
   if (name.remotes[static_cast<size_t>(rank)].has_posted(operation.use())) return true;
-  if (bytes > options_.eager_bytes || peer.eager_bytes + bytes > options_.eager_window) return false;
+  if (bytes > options_.eager_bytes || peer.eager_bytes + bytes > options_.eager_window)
+    return false;
   peer.eager_bytes += bytes;
   peer.eager.push_back({operation.number(), operation.use(), bytes});
   return true;
@@ -210,7 +222,8 @@ bool Mesh::may_send(const Operation& operation, int rank, size_t bytes) {
 void Mesh::send(const Operation& operation, int rank, uint32_t part, const std::byte* data,
                 size_t bytes, size_t* unsent) {
   Lane* lane = peers_[static_cast<size_t>(rank)].lane;
-  Header header{FrameKind::data, 0, static_cast<uint16_t>(part), operation.number(), operation.use(), 0};
+  Header header{FrameKind::data, 0, static_cast<uint16_t>(part), operation.number(),
+                operation.use(), 0};
   for (size_t sent = 0; sent < bytes; sent += header.length) {
     header.length = static_cast<uint32_t>(std::min(bytes - sent, options_.frame_bytes));
     lane->send(header, data + sent, unsent);
@@ -221,9 +234,9 @@ void Mesh::control(int rank, FrameKind kind, uint32_t id, uint32_t step,
                    const std::vector<std::byte>& payload) {
   const Peer& peer = peers_[static_cast<size_t>(rank)];
   if (!peer.lane || peer.gone) return;
-  peer.lane->send_copy({kind, 0, static_cast<uint16_t>(rank_), id, step,
-                        static_cast<uint32_t>(payload.size())},
-                       payload.data());
+  peer.lane->send_copy(
+      {kind, 0, static_cast<uint16_t>(rank_), id, step, static_cast<uint32_t>(payload.size())},
+      payload.data());
 }
 
 // --- receiving (Sink) ---
@@ -253,10 +266,14 @@ void Mesh::frame(Lane& lane, const Header& header, const std::byte* payload) {
   }
   if (header.kind == FrameKind::bye) peer.bye = true;
   if (failed_) return;
-  if (header.kind == FrameKind::open) on_open(lane.peer, header, payload);
-  else if (header.kind == FrameKind::posted) on_posted(lane.peer, header);
-  else if (header.kind == FrameKind::data) on_data(lane.peer, header, payload);
-  else if (header.kind == FrameKind::error) fail(decode_error(payload, header.length));
+  if (header.kind == FrameKind::open)
+    on_open(lane.peer, header, payload);
+  else if (header.kind == FrameKind::posted)
+    on_posted(lane.peer, header);
+  else if (header.kind == FrameKind::data)
+    on_data(lane.peer, header, payload);
+  else if (header.kind == FrameKind::error)
+    fail(decode_error(payload, header.length));
   else if (header.kind != FrameKind::bye)
     throw Error(ErrorCode::protocol, "[mesh] a frame of kind " +
                                          std::to_string(static_cast<int>(header.kind)) +
@@ -269,7 +286,8 @@ void Mesh::on_open(int rank, const Header& header, const std::byte* payload) {
   const Spec spec = decode_open(payload, header.length, text);
   if (header.id > peer.names.size() || header.id >= kMaxNames)
     throw Error(ErrorCode::protocol, "[mesh] name number " + std::to_string(header.id) +
-                                         " announced, expected " + std::to_string(peer.names.size()));
+                                         " announced, expected " +
+                                         std::to_string(peer.names.size()));
   Name& name = name_of(text);
   if (header.id == peer.names.size()) peer.names.push_back(&name);
   if (peer.names[header.id] != &name)
@@ -345,13 +363,15 @@ void Mesh::closed(Lane& lane, const Error& why) {
   if (const auto placed = std::exchange(peer.placing, nullptr)) placed->placed();
   const std::string who = "[mesh] rank " + std::to_string(lane.peer);
   if (!peer.bye) {
-    fail(Error(why.code, who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
+    fail(Error(why.code,
+               who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
                lane.peer));
   } else {
     for (const auto& operation : flying_)
       if (operation->needs(lane.peer))
         return fail(Error(ErrorCode::peer_lost,
-                          who + " left before '" + operation->name() + "' was finished", lane.peer));
+                          who + " left before '" + operation->name() + "' was finished",
+                          lane.peer));
   }
   advance_all();
 }
@@ -405,7 +425,8 @@ void Mesh::remove_lanes() {
     if (const auto placed = std::exchange(peer.placing, nullptr)) placed->placed();
   }
   for (const auto& operation : flying_)
-    operation->fail(Error(ErrorCode::config, "[mesh] closed before '" + operation->name() + "' was finished"));
+    operation->fail(
+        Error(ErrorCode::config, "[mesh] closed before '" + operation->name() + "' was finished"));
   advance_all();
 }
 

@@ -32,14 +32,22 @@ std::shared_ptr<Plan> make_plan(size_t count, const std::vector<StepTuple>& tupl
 
 Spec make_spec(int kind, int dtype, int op, int root, size_t count, size_t part_count,
                uint64_t algorithm, double prescale, double postscale) {
-  return {static_cast<CollectiveKind>(kind), static_cast<DType>(dtype), static_cast<ReduceOp>(op),
-          root, count, part_count, algorithm, prescale, postscale};
+  return {static_cast<CollectiveKind>(kind),
+          static_cast<DType>(dtype),
+          static_cast<ReduceOp>(op),
+          root,
+          count,
+          part_count,
+          algorithm,
+          prescale,
+          postscale};
 }
 
 std::shared_ptr<Operation> submit(Mesh& mesh, const std::string& name, const Spec& spec,
                                   const Memory& memory, std::shared_ptr<Plan> whole,
                                   std::shared_ptr<Plan> last) {
-  if (!memory.writeable() || static_cast<size_t>(memory.nbytes()) != spec.count * item_size(spec.dtype))
+  if (!memory.writeable() ||
+      static_cast<size_t>(memory.nbytes()) != spec.count * item_size(spec.dtype))
     throw Error(ErrorCode::config, "[mesh] '" + name + "': expected a writable array of the " +
                                        "operation's size, got " + std::to_string(memory.nbytes()) +
                                        " bytes");
@@ -60,8 +68,8 @@ void attach_tcp(Mesh& mesh, int peer, int fd, const TcpOptions& options, size_t 
 }  // namespace
 
 void bind_mesh(py::module_& m) {
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
-      py::init(&make_plan), py::arg("count"), py::arg("steps"), py::arg("reduces"));
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(py::init(&make_plan), py::arg("count"),
+                                                         py::arg("steps"), py::arg("reduces"));
   py::class_<Spec>(m, "MeshSpec")
       .def(py::init(&make_spec), py::kw_only(), py::arg("kind"), py::arg("dtype"), py::arg("op"),
            py::arg("root"), py::arg("count"), py::arg("part_count"), py::arg("algorithm"),

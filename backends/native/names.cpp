@@ -64,7 +64,8 @@ std::vector<std::byte> encode_open(const Spec& spec, const std::string& name) {
 Spec decode_open(const std::byte* payload, size_t length, std::string& name) {
   OpenWire wire;
   if (length < sizeof wire || length > sizeof wire + kMaxName)
-    throw Error(ErrorCode::protocol, "[mesh] an open frame of " + std::to_string(length) + " bytes");
+    throw Error(ErrorCode::protocol,
+                "[mesh] an open frame of " + std::to_string(length) + " bytes");
   std::memcpy(&wire, payload, sizeof wire);
   name.assign(reinterpret_cast<const char*>(payload) + sizeof wire, length - sizeof wire);
   if (wire.kind > static_cast<uint8_t>(CollectiveKind::barrier) || wire.dtype >= kDTypes ||
@@ -91,7 +92,8 @@ std::vector<std::byte> encode_error(const Error& error) {
 Error decode_error(const std::byte* payload, size_t length) {
   ErrorWire wire;
   if (length < sizeof wire)
-    throw Error(ErrorCode::protocol, "[mesh] an error frame of " + std::to_string(length) + " bytes");
+    throw Error(ErrorCode::protocol,
+                "[mesh] an error frame of " + std::to_string(length) + " bytes");
   std::memcpy(&wire, payload, sizeof wire);
   const std::string text(reinterpret_cast<const char*>(payload) + sizeof wire,
                          std::min(length - sizeof wire, kMaxError));

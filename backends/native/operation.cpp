@@ -33,7 +33,8 @@ std::string Spec::describe() const {
   std::string text = kKinds[static_cast<size_t>(kind)];
   if (kind == CollectiveKind::barrier) return text;
   if (kind == CollectiveKind::allreduce) text += std::string(" ") + kOps[static_cast<size_t>(op)];
-  text += std::string(" ") + kTypes[static_cast<size_t>(dtype)] + " [" + std::to_string(count) + "]";
+  text +=
+      std::string(" ") + kTypes[static_cast<size_t>(dtype)] + " [" + std::to_string(count) + "]";
   if (kind == CollectiveKind::broadcast) return text + " root " + std::to_string(root);
   if (prescale != 1.0) text += " prescale " + std::to_string(prescale);
   if (postscale != 1.0) text += " postscale " + std::to_string(postscale);
@@ -56,7 +57,8 @@ Operation::Operation(std::string name, uint32_t number, uint32_t use, const Spec
                                                            : item_),
       parts_(parts_of(spec)) {
   const size_t last = spec.count - (parts_.empty() ? 0 : (parts_.size() - 1) * spec.part_count);
-  if (plans_.last->count() != last || (parts_.size() > 1 && plans_.whole->count() != spec.part_count))
+  if (plans_.last->count() != last ||
+      (parts_.size() > 1 && plans_.whole->count() != spec.part_count))
     throw Error(ErrorCode::config, "[mesh] '" + name_ + "': expected plans of its parts' sizes");
 }
 
@@ -122,8 +124,10 @@ void Operation::prepare(size_t index) {
   Part& part = parts_[index];
   if (spec_.kind != CollectiveKind::allreduce) return;
   const size_t count = plan(index).count();
-  if (has_sums()) part.sums = std::make_unique_for_overwrite<std::byte[]>(count * partial_item_);
-  else if (spec_.prescale == 1.0) return;
+  if (has_sums())
+    part.sums = std::make_unique_for_overwrite<std::byte[]>(count * partial_item_);
+  else if (spec_.prescale == 1.0)
+    return;
   fold(spec_.dtype, spec_.op, place(index, 0, false), place(index, 0, true), count, true,
        {spec_.prescale, 1.0, 1});
 }
@@ -144,7 +148,8 @@ void Operation::run(size_t index) {
 void Operation::send_steps(size_t index) {
   Part& part = parts_[index];
   const Plan& plan = this->plan(index);
-  for (; part.send_step < plan.steps().size() && part.send_step <= part.recv_step; ++part.send_step) {
+  for (; part.send_step < plan.steps().size() && part.send_step <= part.recv_step;
+       ++part.send_step) {
     const Step& step = plan.steps()[part.send_step];
     if (step.send_to == kNobody) continue;
     const bool result = plan.sends_result(part.send_step);
@@ -161,7 +166,8 @@ void Operation::finish(size_t index) {
   if (spec_.kind != CollectiveKind::allreduce) return;
   const bool floating = spec_.dtype <= DType::bf16;
   const bool average = spec_.op == ReduceOp::average;
-  const Scale scale{1.0, spec_.postscale / (floating && average ? ranks_ : 1), average ? ranks_ : 1};
+  const Scale scale{1.0, spec_.postscale / (floating && average ? ranks_ : 1),
+                    average ? ranks_ : 1};
   if (!has_sums() && (floating ? scale.post == 1.0 : !average)) return;
   for (const Range& range : plan(index).owned())
     phub::finish(spec_.dtype, spec_.op, place(index, range.begin, true),
@@ -225,8 +231,10 @@ void Operation::receive(int peer, uint32_t index, const std::byte* payload, size
   if (error_) return;
   if (part.state == Part::State::retired) contradicts(name_, "came after its part was complete");
   if (part.state == Part::State::waiting) start(index);
-  if (awaited_peer(index) == peer) apply(index, payload, bytes);
-  else keep_early(index, peer, payload, bytes);
+  if (awaited_peer(index) == peer)
+    apply(index, payload, bytes);
+  else
+    keep_early(index, peer, payload, bytes);
   run(index);
   if (complete(index)) advance();
 }

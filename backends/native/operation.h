@@ -107,7 +107,9 @@ class Operation {
   };
 
   bool has_sums() const { return item_ != partial_item_; }
-  const Plan& plan(size_t part) const { return part + 1 < parts_.size() ? *plans_.whole : *plans_.last; }
+  const Plan& plan(size_t part) const {
+    return part + 1 < parts_.size() ? *plans_.whole : *plans_.last;
+  }
   Part& part_at(uint32_t index);
   std::byte* place(size_t index, size_t element, bool result);
   size_t awaited_bytes(size_t index) const;  // of the current receive

@@ -71,8 +71,10 @@ void Plan::find_owned() {
   if (count_ > 0) owned_.push_back({0, count_});
   for (size_t i = 0; i < steps_.size(); ++i) {
     if (steps_[i].recv_from == kNobody) continue;
-    if (steps_[i].reduce) finish_at_ = i + 1;
-    else owned_ = subtract(owned_, steps_[i].recv);
+    if (steps_[i].reduce)
+      finish_at_ = i + 1;
+    else
+      owned_ = subtract(owned_, steps_[i].recv);
   }
 }
 

@@ -16,8 +16,7 @@ void control(int epoll, int operation, int fd, uint32_t events, void* data) {
   epoll_event event{};
   event.events = events;
   event.data.ptr = data;
-  if (epoll_ctl(epoll, operation, fd, &event) != 0)
-    throw system_error("[poller] epoll_ctl", errno);
+  if (epoll_ctl(epoll, operation, fd, &event) != 0) throw system_error("[poller] epoll_ctl", errno);
 }
 
 }  // namespace

@@ -80,9 +80,8 @@ void ShmLane::ring_bell() {
   const uint64_t one = 1;
   // Failure needs no care: a full counter or socket wakes anyway, a broken one is found by reading.
   [[maybe_unused]] const ssize_t rung =
-      peer_bell_.get() >= 0
-          ? write(peer_bell_.get(), &one, sizeof one)
-          : ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+      peer_bell_.get() >= 0 ? write(peer_bell_.get(), &one, sizeof one)
+                            : ::send(socket_.get(), &one, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   ++counters.wakeups;
 }
 

@@ -158,7 +158,8 @@ RingMemory::~RingMemory() { unmap(); }
 
 Ring RingMemory::ring(int number) const {
   auto* controls = reinterpret_cast<RingControl*>(base_);
-  return {controls + number, base_ + kPage + static_cast<size_t>(2 * number) * capacity_, capacity_};
+  return {controls + number, base_ + kPage + static_cast<size_t>(2 * number) * capacity_,
+          capacity_};
 }
 
 int make_ring_memory(size_t ring_bytes) {

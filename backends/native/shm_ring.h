@@ -86,7 +86,7 @@ class RingConsumer {
   Ring ring_;
   uint64_t position_ = 0;  // end of the last frame popped
   uint64_t released_ = 0;
-  uint64_t head_ = 0;      // as last seen
+  uint64_t head_ = 0;  // as last seen
 };
 
 // The memory file of a lane, mapped: two rings.

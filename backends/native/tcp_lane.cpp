@@ -226,8 +226,8 @@ void TcpLane::set_low_water(size_t bytes) {
 
 Error TcpLane::ended(const std::string& how) const {
   const bool inside = has_header_ || end_ > begin_;
-  return Error(ErrorCode::peer_lost, "[tcp] the other end " + how + (inside ? " inside a frame" : ""),
-               peer);
+  return Error(ErrorCode::peer_lost,
+               "[tcp] the other end " + how + (inside ? " inside a frame" : ""), peer);
 }
 
 bool TcpLane::receive(Sink& sink, size_t budget) {

@@ -69,21 +69,21 @@ inline bool contains(const std::string& text, const std::string& part) {
 
 }  // namespace test
 
-#define TEST(name)                                          \
-  static void test_##name();                                \
+#define TEST(name)                                                 \
+  static void test_##name();                                       \
   static const test::Register register_##name(#name, test_##name); \
   static void test_##name()
 
 #define CHECK(condition) \
   if (!(condition)) test::fail(__FILE__, __LINE__, "expected " #condition)
 
-#define CHECK_EQUAL(a, b)                                                                     \
-  if (!((a) == (b)))                                                                          \
-  test::fail(__FILE__, __LINE__, "expected " #a " == " #b ", got " + std::to_string(a) + " and " + \
-                                     std::to_string(b))
+#define CHECK_EQUAL(a, b)        \
+  if (!((a) == (b)))             \
+  test::fail(__FILE__, __LINE__, \
+             "expected " #a " == " #b ", got " + std::to_string(a) + " and " + std::to_string(b))
 
-#define CHECK_CONTAINS(text, part)               \
-  if (!test::contains((text), (part)))           \
+#define CHECK_CONTAINS(text, part)     \
+  if (!test::contains((text), (part))) \
   test::fail(__FILE__, __LINE__, std::string("expected '") + (part) + "' in '" + (text) + "'")
 
 #define THROWN(E, ...) test::thrown<E>(__FILE__, __LINE__, [&] { __VA_ARGS__; })

@@ -57,8 +57,8 @@ double stream(const Transport& transport, size_t payload, bool place) {
         std::vector<std::byte> data(16 << 20);
         size_t unsent = 0;
         for (size_t i = 0; i < frames; ++i) {
-          left.lane->send(header(FrameKind::data, 0, payload), data.data() + i * payload % (data.size() - payload),
-                          &unsent);
+          left.lane->send(header(FrameKind::data, 0, payload),
+                          data.data() + i * payload % (data.size() - payload), &unsent);
           if (unsent > 64) left.drive([&] { return unsent < 32; });
         }
         left.drive([&] { return left.lane->idle(); });
@@ -101,15 +101,17 @@ int main() {
   std::printf("# one way between two processes; 'placed': written to a destination, else shown\n");
   std::printf("# %-8s %12s %8s %8s %14s\n", "lane", "payload", "placed", "GB/s", "cpu s/GB");
   for (const Transport& transport : kTransports) {
-    for (const size_t payload : {size_t{4} << 10, size_t{32} << 10, size_t{128} << 10, size_t{256} << 10})
+    for (const size_t payload :
+         {size_t{4} << 10, size_t{32} << 10, size_t{128} << 10, size_t{256} << 10})
       for (const bool place : {false, true}) {
         const double before = cpu_seconds();
         const double rate = stream(transport, payload, place);
-        std::printf("  %-8s %12zu %8s %8.2f %14.3f\n", transport.name, payload, place ? "yes" : "no", rate,
-                    (cpu_seconds() - before) / kGigabytes);
+        std::printf("  %-8s %12zu %8s %8.2f %14.3f\n", transport.name, payload,
+                    place ? "yes" : "no", rate, (cpu_seconds() - before) / kGigabytes);
         std::fflush(stdout);
       }
-    std::printf("  %-8s round trip, both sleep: %.1f us\n", transport.name, round_trip(transport, 20000));
+    std::printf("  %-8s round trip, both sleep: %.1f us\n", transport.name,
+                round_trip(transport, 20000));
   }
   return 0;
 }

@@ -151,7 +151,8 @@ inline Header header(FrameKind kind, uint32_t id, size_t length, uint32_t step =
 
 inline std::vector<std::byte> pattern(size_t length, uint32_t seed) {
   std::vector<std::byte> bytes(length);
-  for (size_t i = 0; i < length; ++i) bytes[i] = static_cast<std::byte>(seed * 31 + i * 7 + (i >> 8));
+  for (size_t i = 0; i < length; ++i)
+    bytes[i] = static_cast<std::byte>(seed * 31 + i * 7 + (i >> 8));
   return bytes;
 }
 

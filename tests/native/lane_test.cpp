@@ -33,7 +33,8 @@ void exchange_sizes(const Transport& transport, const std::function<bool(const H
   }
   for (uint32_t i = 0; i < id; ++i) {
     check_frame(pair.right.sink.frames[i], i, kSizes[i]);
-    CHECK_EQUAL(pair.right.sink.frames[i].placed, kSizes[i] > 0 && place(header(FrameKind::push, i, kSizes[i])));
+    CHECK_EQUAL(pair.right.sink.frames[i].placed,
+                kSizes[i] > 0 && place(header(FrameKind::push, i, kSizes[i])));
   }
 }
 
@@ -67,7 +68,8 @@ TEST(many_frames_queue_and_keep_their_order) {
     }
     CHECK_EQUAL(unsent, size_t{0});
     CHECK(pair.left.lane->idle());
-    for (uint32_t i = 0; i < data.size(); ++i) check_frame(pair.right.sink.frames[i], i, data[i].size());
+    for (uint32_t i = 0; i < data.size(); ++i)
+      check_frame(pair.right.sink.frames[i], i, data[i].size());
     const size_t moved = total + data.size() * sizeof(Header);
     CHECK_EQUAL(pair.left.lane->counters.bytes_sent, moved);
     CHECK_EQUAL(pair.right.lane->counters.bytes_received, moved);
@@ -95,7 +97,8 @@ TEST(a_copy_may_be_forgotten_at_once) {
   for (const Transport& transport : kTransports) {
     Pair pair(transport);
     const auto big = pattern(64 << 10, 0);
-    for (int i = 0; i < 200; ++i) pair.left.lane->send(header(FrameKind::push, 0, big.size()), big.data());
+    for (int i = 0; i < 200; ++i)
+      pair.left.lane->send(header(FrameKind::push, 0, big.size()), big.data());
     CHECK(!pair.left.lane->idle());
     for (uint32_t i = 1; i < 50; ++i) {
       auto text = pattern(100, i);
@@ -113,7 +116,8 @@ TEST(a_budget_bounds_one_call) {
   for (const Transport& transport : kTransports) {
     Pair pair(transport, 64 << 10, 4 << 20);
     const auto data = pattern(10000, 1);
-    for (int i = 0; i < 100; ++i) pair.left.lane->send(header(FrameKind::push, 1, data.size()), data.data());
+    for (int i = 0; i < 100; ++i)
+      pair.left.lane->send(header(FrameKind::push, 1, data.size()), data.data());
     pair.right.drive([&] { return pair.right.sink.count > 0; });  // so that all have arrived
     const size_t before = pair.right.sink.bytes;
     pair.right.step(20000);
@@ -151,9 +155,12 @@ TEST(an_error_of_the_sink_closes_the_lane) {
       const auto refuse = [](uint32_t id) {
         if (id == 2) throw Error(ErrorCode::mismatch, "[test] no", 5);
       };
-      if (in_frame) pair.right.sink.on_frame = [&](Lane&, const Header& h, const std::byte*) { refuse(h.id); };
-      else pair.right.sink.place = [&](const Header& h) { return refuse(h.id), true; };
-      for (uint32_t i = 0; i < 5; ++i) pair.left.lane->send(header(FrameKind::push, i, 100), data.data());
+      if (in_frame)
+        pair.right.sink.on_frame = [&](Lane&, const Header& h, const std::byte*) { refuse(h.id); };
+      else
+        pair.right.sink.place = [&](const Header& h) { return refuse(h.id), true; };
+      for (uint32_t i = 0; i < 5; ++i)
+        pair.left.lane->send(header(FrameKind::push, i, 100), data.data());
       pair.right.drive([&] { return pair.right.lane->is_closed(); });
       CHECK_EQUAL(pair.right.sink.count, size_t{2});
       CHECK_EQUAL(pair.right.sink.closes, 1);
@@ -170,7 +177,8 @@ TEST(a_sink_may_close_and_send) {
       if (h.id == 1) lane.send(header(FrameKind::result, 9, 0), nullptr);
       if (h.id == 2) lane.close(Error(ErrorCode::auth, "[test] enough"), pair.right.sink);
     };
-    for (uint32_t i = 0; i < 5; ++i) pair.left.lane->send(header(FrameKind::push, i, 100), data.data());
+    for (uint32_t i = 0; i < 5; ++i)
+      pair.left.lane->send(header(FrameKind::push, i, 100), data.data());
     pair.right.drive([&] { return pair.right.lane->is_closed(); });
     CHECK_EQUAL(pair.right.sink.count, size_t{3});
     CHECK(pair.right.sink.error.code == ErrorCode::auth);
@@ -184,7 +192,8 @@ TEST(closing_settles_what_is_queued) {
     Pair pair(transport);
     const auto data = pattern(64 << 10, 0);
     size_t unsent = 0;
-    for (int i = 0; i < 200; ++i) pair.left.lane->send(header(FrameKind::push, 0, data.size()), data.data(), &unsent);
+    for (int i = 0; i < 200; ++i)
+      pair.left.lane->send(header(FrameKind::push, 0, data.size()), data.data(), &unsent);
     CHECK(unsent > 0);
     pair.right.lane.reset();
     pair.left.drive([&] { return pair.left.lane->is_closed(); });
@@ -198,7 +207,8 @@ TEST(what_was_sent_before_the_end_arrives) {
   for (const Transport& transport : kTransports) {
     Pair pair(transport);
     const auto data = pattern(5000, 2);
-    for (int i = 0; i < 10; ++i) pair.left.lane->send(header(FrameKind::push, 2, data.size()), data.data());
+    for (int i = 0; i < 10; ++i)
+      pair.left.lane->send(header(FrameKind::push, 2, data.size()), data.data());
     CHECK(pair.left.lane->idle());
     pair.left.lane.reset();
     pair.right.drive([&] { return pair.right.lane->is_closed(); });
@@ -215,7 +225,8 @@ TEST(a_killed_process_is_an_end) {
     CHECK(child >= 0);
     if (child == 0) {
       const auto data = pattern(5000, 2);
-      for (int i = 0; i < 10; ++i) pair.left.lane->send(header(FrameKind::push, 2, data.size()), data.data());
+      for (int i = 0; i < 10; ++i)
+        pair.left.lane->send(header(FrameKind::push, 2, data.size()), data.data());
       raise(SIGKILL);
     }
     const int nothing = open("/dev/null", O_RDONLY | O_CLOEXEC);

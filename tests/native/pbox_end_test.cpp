@@ -128,6 +128,14 @@ TEST(a_worker_that_ends_with_an_error_passes_it_on) {
   CHECK_CONTAINS(error.what(), "rank 9 is gone");
 }
 
+TEST(a_worker_that_has_lost_the_server_is_itself_the_lost_one) {
+  Job job(2, {"tcp"});
+  job.push(0);
+  job.ranks[1]->client.fail(Error(ErrorCode::peer_lost, "the server is gone"));
+  job.ranks[1]->client.close();
+  CHECK_EQUAL(failure(*job.ranks[0], 1).rank, 1);
+}
+
 TEST(close_wakes_a_waiter) {
   Job job(2, {"tcp"});
   job.push(0);

@@ -67,7 +67,8 @@ TEST(another_file_is_refused) {
   CHECK(THROWN(Error, RingMemory{odd}).code == ErrorCode::protocol);
 
   const auto sockets = unix_sockets();
-  const Error small = THROWN(Error, make_shm_lane(sockets[0], make_ring_memory(kRing), -1, true, 2048));
+  const Error small =
+      THROWN(Error, make_shm_lane(sockets[0], make_ring_memory(kRing), -1, true, 2048));
   CHECK_CONTAINS(small.what(), "rings of at least");
   close(sockets[1]);
 }
@@ -85,7 +86,8 @@ TEST(a_hostile_tail_closes_the_lane) {
     Hostile hostile;
     hostile.memory->ring(1).control->tail = tail;
     const auto data = pattern(1 << 10, 0);
-    for (int i = 0; i < 20; ++i) hostile.end.lane->send(header(FrameKind::result, 0, 1 << 10), data.data());
+    for (int i = 0; i < 20; ++i)
+      hostile.end.lane->send(header(FrameKind::result, 0, 1 << 10), data.data());
     hostile.expect_closed("position inside the ring");
   }
 }
@@ -154,7 +156,8 @@ TEST(a_watermark_delays_the_bell) {
   Pair pair({"shm"}, 1 << 10, 64 << 10);
   const auto data = pattern(1 << 10, 0);
   CHECK(!pair.right.lane->arm(10000));
-  for (int i = 0; i < 9; ++i) pair.left.lane->send(header(FrameKind::push, 0, 1 << 10), data.data());
+  for (int i = 0; i < 9; ++i)
+    pair.left.lane->send(header(FrameKind::push, 0, 1 << 10), data.data());
   CHECK_EQUAL(pair.left.lane->counters.wakeups, uint64_t{0});
   pair.left.lane->send(header(FrameKind::push, 0, 1 << 10), data.data());
   CHECK_EQUAL(pair.left.lane->counters.wakeups, uint64_t{1});
@@ -167,7 +170,8 @@ TEST(a_watermark_above_the_ring_is_lowered) {
   Pair pair({"shm"}, 1 << 10, 4 << 10);
   const auto data = pattern(1 << 10, 0);
   CHECK(!pair.right.lane->arm(1 << 30));
-  for (int i = 0; i < 20; ++i) pair.left.lane->send(header(FrameKind::push, 0, 1 << 10), data.data());
+  for (int i = 0; i < 20; ++i)
+    pair.left.lane->send(header(FrameKind::push, 0, 1 << 10), data.data());
   CHECK(!pair.left.lane->idle());
   CHECK_EQUAL(pair.left.lane->counters.wakeups, uint64_t{1});
 }
@@ -195,7 +199,8 @@ TEST(no_wake_up_is_lost) {
         if (!blocked && (sent < kFrames || before == kFrames)) continue;
         // A mark above one frame only when so much is sure to come.
         const size_t mark = blocked || kFrames - before < 5 ? 1 : 1 + random() % 200;
-        end.drive([&] { return end.sink.count > before || (blocked && end.lane->idle()); }, mark, 5000);
+        end.drive([&] { return end.sink.count > before || (blocked && end.lane->idle()); }, mark,
+                  5000);
         if (random() % 64 == 0) usleep(random() % 50);
       }
     };
@@ -218,8 +223,10 @@ TEST(a_ring_publishes_what_it_carries) {
     for (uint32_t i = 0; i < kFrames;) {
       bool wake = false;
       for (uint32_t& word : words) word = i;
-      if (out.push(header(FrameKind::data, i, 4 * (i % 256)), words.data(), wake)) ++i;
-      else std::this_thread::yield();
+      if (out.push(header(FrameKind::data, i, 4 * (i % 256)), words.data(), wake))
+        ++i;
+      else
+        std::this_thread::yield();
     }
   });
   RingConsumer in(memory.ring(0));
@@ -231,7 +238,8 @@ TEST(a_ring_publishes_what_it_carries) {
       continue;
     }
     CHECK_EQUAL(head.id, i);
-    for (uint32_t w = 0; w < i % 256; ++w) CHECK(reinterpret_cast<const uint32_t*>(payload)[w] == i);
+    for (uint32_t w = 0; w < i % 256; ++w)
+      CHECK(reinterpret_cast<const uint32_t*>(payload)[w] == i);
     if (i++ % 3 == 0) in.release();
     if (in.unreleased() > kRing / 2) in.release();
   }

@@ -45,7 +45,9 @@ TEST(frames_may_be_cut_anywhere) {
     std::mt19937 random(seed);
     const auto stream = encode(kFrames, random);
     Raw raw;
-    raw.end.sink.place = [&](const Header& h) { return seed % 3 == 0 || (seed % 3 == 1 && h.id % 2 == 0); };
+    raw.end.sink.place = [&](const Header& h) {
+      return seed % 3 == 0 || (seed % 3 == 1 && h.id % 2 == 0);
+    };
     for (size_t at = 0; at < stream.size();) {
       const size_t part = seed < 3 ? 1 : std::min<size_t>(1 + random() % 200, stream.size() - at);
       CHECK(write(raw.socket, stream.data() + at, part) == static_cast<ssize_t>(part));
@@ -111,7 +113,8 @@ TEST(options_are_set_on_the_socket) {
   CHECK(congestion_control(lane->fd()) == "reno");
   int value = 0;
   socklen_t size = sizeof value;
-  CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &size) == 0 && value == 12000);
+  CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &size) == 0 &&
+        value == 12000);
   CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_NODELAY, &value, &size) == 0 && value != 0);
   CHECK(getsockopt(lane->fd(), SOL_SOCKET, SO_KEEPALIVE, &value, &size) == 0 && value != 0);
 
