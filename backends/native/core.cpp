@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <future>
+#include <optional>
 #include <utility>
 
 namespace phub {
@@ -76,21 +77,26 @@ Core::~Core() {
   thread_.join();
 }
 
+// The error crosses as a copy: an exception object would be shared by both threads.
 void Core::call(const std::function<void(Core&)>& command) {
-  std::promise<void> done;
+  std::promise<std::optional<Error>> done;
   {
     const std::lock_guard guard(mutex_);
     commands_.push_back([&] {
+      std::optional<Error> failed;
       try {
         command(*this);
-        done.set_value();
-      } catch (...) {
-        done.set_exception(std::current_exception());
+      } catch (const Error& error) {
+        failed.emplace(error.code, std::string(error.what()), error.rank);
+      } catch (const std::exception& error) {
+        failed.emplace(ErrorCode::internal, std::string("[pbox] ") + error.what());
       }
+      done.set_value(std::move(failed));
     });
   }
   poller_.ring();
-  done.get_future().get();
+  if (const std::optional<Error> failed = done.get_future().get())
+    throw Error(failed->code, std::string(failed->what()), failed->rank);
 }
 
 JobShard& Core::add_job(uint32_t id, int workers) {
