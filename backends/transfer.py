@@ -11,6 +11,10 @@ import numpy as np
 
 from phub_collective.backends.base import DType, Kind, Operation, ReduceOp
 
+# The NumPy type of each; bfloat16, which NumPy lacks, as its bits.
+_ELEMENTS = {
+    dtype: np.dtype("uint16" if dtype is DType.BFLOAT16 else dtype.name.lower()) for dtype in DType
+}
 _BOOLEAN = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
@@ -27,7 +31,7 @@ class Transfer:
         assert operation.buffer is not None
         self.kind, self.root = operation.kind, operation.root
         self._operation, self._size, self._dtype = operation, size, operation.buffer.dtype
-        self._target = operation.buffer.array()
+        self._target = operation.buffer.bytes.view(_ELEMENTS[self._dtype])
         self.array = self._target
         self.op: ReduceOp = ReduceOp.SUM if operation.op is ReduceOp.AVERAGE else operation.op
         if operation.kind is Kind.BROADCAST:
