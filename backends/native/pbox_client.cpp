@@ -333,6 +333,9 @@ bool PboxClient::wait(uint32_t table, uint32_t key, double timeout_s) {
   };
   const bool finished_in_time = engine_.wait(finished, timeout_s);
   const auto guard = engine_.lock();
+  // Who sleeps from now on, or only looks, must hear of every byte.
+  for (Lane* lane : lanes_)
+    if (lane) engine_.expect(*lane, 1);
   throw_if_failed();
   return finished_in_time;
 }
