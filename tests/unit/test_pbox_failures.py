@@ -290,9 +290,9 @@ def test_the_first_cause_reaches_every_rank(pbox: Box) -> None:
     for _ in range(10):
         services = pbox.job(6, "tcp").services()
         start = {"w": np.zeros(3000, np.float32)}
-        together(6, lambda rank, s=services: s[rank].init(start))
+        together(6, lambda rank, s=services, w=start: s[rank].init(w))
 
-        def rank(rank: int, services: Any = services) -> None:
+        def rank(rank: int, services: Any = services, start: Any = start) -> None:
             if rank == 3:
                 services[3]._connection._control.shutdown(2)
             try:
