@@ -115,15 +115,20 @@ void Mesh::compare(const Name& name, int rank) {
   if (operation.error() || !remote.has_posted(operation.use())) return;
   const Spec* theirs = remote.spec(operation.use());
   if (theirs && *theirs == operation.spec()) return;
-  const auto side = [&](int who, const std::string& what) {
-    return "rank " + std::to_string(who) + " submitted " + what;
+  operation.fail(disagreement(name, rank, theirs));
+  if (name.announced_at != operation.use())  // so that the other rank fails it too
+    control(rank, FrameKind::open, name.number, operation.use(),
+            encode_open(operation.spec(), name.text));
+}
+
+Error Mesh::disagreement(const Name& name, int rank, const Spec* theirs) const {
+  const auto side = [](int who, const Spec* spec) {
+    return "rank " + std::to_string(who) + " submitted " + (spec ? spec->describe() : "nothing");
   };
-  const std::string mine = side(rank_, operation.spec().describe());
-  const std::string other = side(rank, theirs ? theirs->describe() : "nothing");
-  const bool first = rank_ < rank;
-  operation.fail(Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text +
-                                                "': " + (first ? mine : other) + ", " +
-                                                (first ? other : mine) + "; make them equal"));
+  std::string first = side(rank_, &name.operation->spec()), second = side(rank, theirs);
+  if (rank < rank_) std::swap(first, second);  // the same text on both ranks
+  return Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text + "': " + first + ", " +
+                                        second + "; make them equal");
 }
 
 // Those who must have submitted a use before it may settle here, and have not: whom this rank sends
@@ -154,7 +159,8 @@ void Mesh::take_early(Name& name) {
       try {
         operation->receive(rank, early.part, early.payload.data(), early.payload.size());
       } catch (const Error& error) {
-        return fail(Error(error.code, error.what(), rank));
+        peers_[static_cast<size_t>(rank)].lane->close(error, *this);
+        return;
       }
     }
   }
@@ -249,7 +255,7 @@ Name& Mesh::name_of(Peer& peer, uint32_t number) {
 }
 
 std::byte* Mesh::destination(Lane& lane, const Header& header) {
-  if (failed_ || header.kind != FrameKind::data) return nullptr;
+  if (header.kind != FrameKind::data) return nullptr;
   Peer& peer = peers_[static_cast<size_t>(lane.peer)];
   const Name& name = name_of(peer, header.id);
   if (!name.in_flight(header.step)) return nullptr;
@@ -264,20 +270,23 @@ void Mesh::frame(Lane& lane, const Header& header, const std::byte* payload) {
     placed->placed();
     settle(placed);
   }
-  if (header.kind == FrameKind::bye) peer.bye = true;
-  if (failed_) return;
-  if (header.kind == FrameKind::open)
-    on_open(lane.peer, header, payload);
-  else if (header.kind == FrameKind::posted)
-    on_posted(lane.peer, header);
-  else if (header.kind == FrameKind::data)
-    on_data(lane.peer, header, payload);
-  else if (header.kind == FrameKind::error)
-    fail(decode_error(payload, header.length));
-  else if (header.kind != FrameKind::bye)
-    throw Error(ErrorCode::protocol, "[mesh] a frame of kind " +
-                                         std::to_string(static_cast<int>(header.kind)) +
-                                         " from another worker");
+  switch (header.kind) {
+    case FrameKind::open:
+      return on_open(lane.peer, header, payload);
+    case FrameKind::posted:
+      return begun(lane.peer, name_of(peer, header.id), header.step);
+    case FrameKind::data:
+      return on_data(lane.peer, header, payload);
+    case FrameKind::error:
+      return on_error(lane.peer, header, payload);
+    case FrameKind::bye:
+      peer.bye = true;
+      return;
+    default:
+      throw Error(ErrorCode::protocol, "[mesh] a frame of kind " +
+                                           std::to_string(static_cast<int>(header.kind)) +
+                                           " from another worker");
+  }
 }
 
 void Mesh::on_open(int rank, const Header& header, const std::byte* payload) {
@@ -295,10 +304,6 @@ void Mesh::on_open(int rank, const Header& header, const std::byte* payload) {
                                          " announced again, as '" + text + "'");
   name.remotes[static_cast<size_t>(rank)].open(header.step, spec);
   begun(rank, name, header.step);
-}
-
-void Mesh::on_posted(int rank, const Header& header) {
-  begun(rank, name_of(peers_[static_cast<size_t>(rank)], header.id), header.step);
 }
 
 // `rank` has submitted this use, so it can take its data, and what it announced holds for it.
@@ -337,10 +342,15 @@ void Mesh::on_data(int rank, const Header& header, const std::byte* payload) {
   }  // else it is of a use that failed here
 }
 
-void Mesh::flushed(Lane& lane) {
-  advance_all();
-  if (failed_) hang_up(lane);
+// `rank` has failed a use and will do nothing more for it.
+void Mesh::on_error(int rank, const Header& header, const std::byte* payload) {
+  const Name& name = name_of(peers_[static_cast<size_t>(rank)], header.id);
+  const Error error = decode_error(payload, header.length);
+  if (!failed_) failed_ = error;
+  if (name.in_flight(header.step) && needs(*name.operation, rank)) fail(name.operation, error);
 }
+
+void Mesh::flushed(Lane&) { advance_all(); }
 
 size_t Mesh::awaited(const Lane& lane) {
   size_t least = kNothingAwaited;
@@ -357,43 +367,41 @@ size_t Mesh::awaited(const Lane& lane) {
 
 // --- the end ---
 
+bool Mesh::needs(const Operation& operation, int rank) const {
+  if (operation.error()) return false;
+  const std::vector<int> unconfirmed = this->unconfirmed(*numbered_[operation.number()], operation);
+  return operation.needs(rank) ||
+         std::find(unconfirmed.begin(), unconfirmed.end(), rank) != unconfirmed.end();
+}
+
+// All that the peer had sent has been received before.
 void Mesh::closed(Lane& lane, const Error& why) {
   Peer& peer = peers_[static_cast<size_t>(lane.peer)];
   peer.gone = true;
   if (const auto placed = std::exchange(peer.placing, nullptr)) placed->placed();
   const std::string who = "[mesh] rank " + std::to_string(lane.peer);
-  if (!peer.bye) {
-    fail(Error(why.code,
-               who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
-               lane.peer));
-  } else {
-    for (const auto& operation : flying_)
-      if (operation->needs(lane.peer))
-        return fail(Error(ErrorCode::peer_lost,
-                          who + " left before '" + operation->name() + "' was finished",
-                          lane.peer));
-  }
-  advance_all();
+  if (!failed_ && !peer.bye)
+    failed_ = Error(why.code,
+                    who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
+                    lane.peer);
+  for (const auto& operation : std::vector(flying_))
+    if (needs(*operation, lane.peer))
+      fail(operation, failed_ ? *failed_
+                              : Error(ErrorCode::peer_lost,
+                                      who + " left before '" + operation->name() + "' was finished",
+                                      lane.peer));
+  advance_all();  // what the lane had not sent counts as sent
 }
 
-// Ends the mesh, for all ranks: they are told why, and then the lanes close.
-void Mesh::fail(const Error& error) {
-  if (failed_ || closing_) return advance_all();
-  failed_ = error;
-  for (const auto& operation : flying_) operation->fail(error);
+// Fails one operation, and tells the others, who may need this rank for it.
+void Mesh::fail(const std::shared_ptr<Operation>& operation, const Error& error) {
+  operation->fail(error);
   const auto payload = encode_error(error);
   for (int rank : all_ranks()) {
-    Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (!peer.lane || peer.gone) continue;
-    peer.lane->corked = false;  // nobody may drive any more
-    control(rank, FrameKind::error, 0, 0, payload);
-    hang_up(*peer.lane);
+    if (Lane* lane = peers_[static_cast<size_t>(rank)].lane) lane->corked = false;
+    control(rank, FrameKind::error, operation->number(), operation->use(), payload);
   }
-  advance_all();
-}
-
-void Mesh::hang_up(Lane& lane) {
-  if (lane.idle()) lane.close(*failed_, *this);  // else when what is queued has left: see `flushed`
+  settle(operation);
 }
 
 void Mesh::close(double timeout_s) {

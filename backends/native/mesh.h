@@ -9,7 +9,9 @@
 //           only small transfers may go, and of those only so many to one peer.
 // A receiver reads always: what is not submitted here yet is kept aside, bounded by that limit.
 //
-// A lost peer ends the mesh: all operations in flight fail, and the others are told who was lost.
+// A lost peer ends the mesh: nothing new can be submitted. Of the operations in flight those fail
+// that need it, and then, by an error frame for that use, those on other ranks that need a rank on
+// which it failed. All errors name who was lost.
 //
 // Thread contract: public methods take the engine's lock themselves and may be called from any
 // thread; the overrides of Sink are called by the engine, with the lock held.
@@ -87,11 +89,12 @@ class Mesh : public Sink, private Carrier {
   void throw_if_over(const std::string& name) const;
   void announce(Name& name, const Operation& operation);
   void compare(const Name& name, int rank);
+  Error disagreement(const Name& name, int rank, const Spec* theirs) const;
   std::vector<int> unconfirmed(const Name& name, const Operation& operation) const;
   void take_early(Name& name);
 
   void on_open(int rank, const Header& header, const std::byte* payload);
-  void on_posted(int rank, const Header& header);
+  void on_error(int rank, const Header& header, const std::byte* payload);
   void begun(int rank, Name& name, uint32_t use);
   void on_data(int rank, const Header& header, const std::byte* payload);
 
@@ -99,8 +102,8 @@ class Mesh : public Sink, private Carrier {
                const std::vector<std::byte>& payload = {});
   void settle(const std::shared_ptr<Operation>& operation);
   void advance_all();
-  void fail(const Error& error);
-  void hang_up(Lane& lane);
+  bool needs(const Operation& operation, int rank) const;
+  void fail(const std::shared_ptr<Operation>& operation, const Error& error);
   void remove_lanes();
   std::vector<int> all_ranks() const;
   std::vector<int> missing_ranks(const Operation& operation) const;
@@ -112,7 +115,7 @@ class Mesh : public Sink, private Carrier {
   std::unordered_map<std::string, std::unique_ptr<Name>> names_;
   std::vector<Name*> numbered_;  // by this rank's numbers
   std::vector<std::shared_ptr<Operation>> flying_;
-  std::optional<Error> failed_;
+  std::optional<Error> failed_;  // why nothing more can be submitted
   bool closing_ = false;
   LaneCounters past_;  // of lanes that are removed
 };

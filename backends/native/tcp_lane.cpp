@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "lane.h"
 
@@ -96,6 +97,7 @@ class TcpLane final : public Lane {
 
   // sending
   bool full_ = false;                // the socket took less than there was
+  bool untold_ = false;              // `send` has flushed, which the sink was not told yet
   size_t front_sent_ = 0;            // bytes of the queue's front that have left
   std::optional<Error> send_error_;  // nothing more can be sent; what was received still counts
 
@@ -121,8 +123,10 @@ TcpLane::TcpLane(int fd, size_t max_payload)
 
 void TcpLane::send(const Header& header, const void* payload, size_t* unsent) {
   if (is_closed() || send_error_) return;
+  const bool first = idle();
   enqueue(header, payload, unsent);
-  if (!full_ && (!corked || queue_.size() >= kCorkedFrames)) flush();
+  if (full_ || (corked && queue_.size() < kCorkedFrames)) return;
+  if (flush() && !first) untold_ = true;
 }
 
 // Fills `parts` with the frames at the front of the queue; returns how many parts.
@@ -193,10 +197,8 @@ bool TcpLane::progress(Sink& sink, size_t budget) {
   if (is_closed()) return false;
   bool moved = false;
   try {
-    if (!idle() && flush()) {
-      moved = true;
-      sink.flushed(*this);
-    }
+    moved = !idle() && flush();
+    if (std::exchange(untold_, false) || moved) sink.flushed(*this);
     moved |= receive(sink, budget);
     if (send_error_ && !fd_ready) close(*send_error_, sink);
   } catch (const Error& error) {
@@ -213,7 +215,7 @@ bool TcpLane::arm(size_t bytes) {
   if (bytes == kNothingAwaited) bytes = 1;  // but any frame may be an error that must wake
   const size_t here = end_ - begin_ + (has_header_ ? sizeof(Header) + filled_ : 0);
   set_low_water(bytes > here ? std::min(bytes - here, kMaxLowWater) : 1);
-  return false;
+  return untold_;
 }
 
 void TcpLane::set_low_water(size_t bytes) {

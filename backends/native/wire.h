@@ -26,7 +26,8 @@
 //   data        id = sender's number; step = use; sender = part. The payload continues that part's
 //               receives from this sender, in the order of the schedule
 // Either way:
-//   error       payload = ErrorWire + text; the job is over
+//   error       payload = ErrorWire + text; the job is over. Between workers: id = sender's number,
+//               step = use; the sender has failed that use and does nothing more for it
 //   bye         orderly end: what closes after this is no loss
 #pragma once
 
