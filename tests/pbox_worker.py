@@ -24,10 +24,11 @@ def say(**answer: Any) -> None:
 
 def train(order: dict[str, Any]) -> None:
     """Push and pull until an error comes."""
-    who = [order[name] for name in ("address", "job", "token", "rank")]
+    who = order["address"], order["job"], order["token"], order["rank"]
     gradient = np.ones(order["elements"], np.float32)
     try:
-        with connect_service(*who, Config(lane=order["lane"], timeout=order["timeout"])) as service:
+        config = Config(lane=order["lane"], timeout=order["timeout"])
+        with connect_service(*who, config) as service:
             service.init({"w": gradient, "b": gradient[:10]}, Hyper(lr=0.1, momentum=0.9))
             steps = 0
             while True:

@@ -1,6 +1,5 @@
 #include "core.h"
 
-#include <chrono>
 #include <future>
 #include <optional>
 #include <utility>
@@ -148,6 +147,7 @@ void Core::remove_lanes(const std::function<bool(const Entry&)>& which) {
 void Core::run() {
   while (!stop_) {
     bool moved = run_commands();
+    check_life();
     moved |= move_lanes();
     moved |= work();
     if (!moved && !stop_) sleep();
@@ -162,6 +162,13 @@ bool Core::run_commands() {
   }
   for (auto& command : commands) command();
   return !commands.empty();
+}
+
+void Core::check_life() {
+  const auto now = std::chrono::steady_clock::now();
+  if (std::chrono::duration<double>(now - life_checked_).count() < kLifeSeconds) return;
+  life_checked_ = now;
+  for (auto& entry : lanes_) entry->lane->check_life(*entry->sink);
 }
 
 bool Core::move_lanes() {
@@ -205,7 +212,7 @@ void Core::sleep() {
       poller_.watch_write(*entry->lane, entry->write_watched = write);
     busy |= entry->lane->arm(1);
   }
-  if (!busy) poller_.wait(-1, ready_);
+  if (!busy) poller_.wait(lanes_.empty() ? -1 : static_cast<int>(kLifeSeconds * 1e3), ready_);
   for (auto& entry : lanes_)
     if (!entry->gone) entry->lane->disarm();
 }

@@ -3,6 +3,7 @@
 // there is nothing to do.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -63,6 +64,7 @@ class Core {
   void run();
   bool run_commands();
   bool move_lanes();
+  void check_life();
   bool work();
   void sleep();
   void remove_lanes(const std::function<bool(const Entry&)>& which);
@@ -73,6 +75,7 @@ class Core {
   std::map<uint32_t, std::unique_ptr<JobShard>> jobs_;
   std::vector<std::unique_ptr<Entry>> lanes_;
   std::vector<Lane*> ready_;
+  std::chrono::steady_clock::time_point life_checked_{};
   bool stop_ = false;
   // guarded by mutex_
   std::mutex mutex_;

@@ -107,6 +107,7 @@ void Engine::progress(Entry& entry) {
 
 bool Engine::progress_once() {
   moved_ = false;
+  check_life();
   poller_.wait(0, ready_);
   // By index: a sink may add lanes.
   for (size_t i = 0; i < entries_.size(); ++i)
@@ -116,6 +117,13 @@ bool Engine::progress_once() {
     for (int bell : waiters_) ring(bell);
   }
   return moved_;
+}
+
+void Engine::check_life() {
+  const auto now = Clock::now();
+  if (std::chrono::duration<double>(now - life_checked_).count() < kLifeSeconds) return;
+  life_checked_ = now;
+  for (size_t i = 0; i < entries_.size(); ++i) entries_[i]->lane->check_life(*entries_[i]->sink);
 }
 
 bool Engine::arm() {
@@ -137,7 +145,8 @@ void Engine::sleep(Guard& guard, int bell, double seconds) {
     return;
   }
   pollfd fds[2] = {{poller_.epoll(), POLLIN, 0}, {bell, POLLIN, 0}};
-  const int limit = seconds < 0 ? -1 : static_cast<int>(std::min(std::ceil(seconds * 1e3), 1e9));
+  const double longest = seconds < 0 ? kLifeSeconds : std::min(seconds, kLifeSeconds);
+  const int limit = static_cast<int>(std::ceil(longest * 1e3));
   ++sleepers_;
   guard.unlock();
   poll(fds, bell < 0 ? 1 : 2, limit);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -59,6 +60,7 @@ class Engine {
 
   void background();
   void progress(Entry& entry);
+  void check_life();
   bool arm();
   void disarm();
   // Sleeps, without the lock, until a lane, the engine's bell or `bell` (-1: none) has something.
@@ -72,6 +74,7 @@ class Engine {
   std::vector<Lane*> ready_;
   int async_ = 0;
   int sleepers_ = 0;
+  std::chrono::steady_clock::time_point life_checked_{};
   bool moved_ = false;
   bool completed_ = false;
   bool stop_ = false;

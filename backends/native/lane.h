@@ -54,6 +54,8 @@ struct LaneCounters {
   }
 };
 
+inline constexpr double kLifeSeconds = 2;
+
 class Lane {
  public:
   virtual ~Lane();
@@ -95,6 +97,8 @@ class Lane {
   // Nothing more will be sent: the other end sees the end once it has taken what was. Receiving
   // goes on, since a connection with unread data would be reset, and what was sent with it.
   virtual void end_sending() = 0;
+  // Called by its owner every kLifeSeconds or so: closes a lane whose other host is silent.
+  virtual void check_life(Sink&) {}
   bool is_closed() const { return closed_; }
   // Drops what is queued, ends the connection and tells the sink; no effect when closed already.
   void close(const Error& why, Sink& sink);

@@ -49,7 +49,9 @@ void choose_congestion(int fd, const std::string& wanted) {
                                        wanted + "'; see net.ipv4.tcp_allowed_congestion_control");
 }
 
-// A silent, unreachable other end is an error after `seconds`, whether data waits for it or not.
+// An unreachable other end is an error after `seconds`: found by the kernel while nothing is sent
+// to it, else by `check_life`. TCP_USER_TIMEOUT would do for both, but it also ends a connection
+// to a process that is alive and does not read for so long, which is a stall and no loss.
 void set_keepalive(int fd, int seconds) {
   const int idle = std::max(1, seconds / 3), interval = std::max(1, seconds / 6);
   const int probes = std::max(1, (seconds - idle) / interval);
@@ -57,12 +59,11 @@ void set_keepalive(int fd, int seconds) {
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle, "TCP_KEEPIDLE");
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, interval, "TCP_KEEPINTVL");
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, probes, "TCP_KEEPCNT");
-  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000, "TCP_USER_TIMEOUT");
 }
 
 class TcpLane final : public Lane {
  public:
-  TcpLane(int fd, size_t max_payload);
+  TcpLane(int fd, size_t max_payload, int keepalive_s);
   ~TcpLane() override { ::close(fd_); }
 
   void send(const Header& header, const void* payload, size_t* unsent) override;
@@ -73,6 +74,7 @@ class TcpLane final : public Lane {
   bool wants_write() const override { return !idle(); }
   bool delivered() const override;
   void end_sending() override { shutdown(fd_, SHUT_WR); }
+  void check_life(Sink& sink) override;
   const char* transport() const override { return "tcp"; }
 
  private:
@@ -94,6 +96,7 @@ class TcpLane final : public Lane {
 
   const int fd_;
   const size_t max_payload_;
+  const int keepalive_s_;  // 0: silence is borne
 
   // sending
   bool full_ = false;                // the socket took less than there was
@@ -113,9 +116,10 @@ class TcpLane final : public Lane {
   bool direct_ = false;          // the last frame had a destination: the next one likely too
 };
 
-TcpLane::TcpLane(int fd, size_t max_payload)
+TcpLane::TcpLane(int fd, size_t max_payload, int keepalive_s)
     : fd_(fd),
       max_payload_(max_payload),
+      keepalive_s_(keepalive_s),
       capacity_(std::max(kBufferBytes, 2 * (max_payload + sizeof(Header)))),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(capacity_)) {}
 
@@ -222,6 +226,21 @@ void TcpLane::set_low_water(size_t bytes) {
   if (bytes == low_water_) return;
   const int value = static_cast<int>(bytes);
   if (setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value) == 0) low_water_ = bytes;
+}
+
+// A living kernel acknowledges, also for a process that does not read.
+void TcpLane::check_life(Sink& sink) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (is_closed() || keepalive_s_ <= 0) return;
+  if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return;
+  const bool asked_in_vain = info.tcpi_retransmits > 1 || info.tcpi_probes > 1;
+  if (!asked_in_vain || info.tcpi_last_ack_recv < static_cast<uint32_t>(keepalive_s_) * 1000)
+    return;
+  close(Error(ErrorCode::peer_lost,
+              "[tcp] the other host has been silent for " + std::to_string(keepalive_s_) + " s",
+              peer),
+        sink);
 }
 
 // --- receiving, in detail ---
@@ -331,7 +350,7 @@ void TcpLane::move_rest_to_front() {
 }  // namespace
 
 std::unique_ptr<Lane> make_tcp_lane(int fd, const TcpOptions& options, size_t max_payload) {
-  auto lane = std::make_unique<TcpLane>(fd, max_payload);  // owns fd from here
+  auto lane = std::make_unique<TcpLane>(fd, max_payload, options.keepalive_s);  // owns fd from here
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
   choose_congestion(fd, options.congestion);
   if (options.buffer_bytes > 0) {

@@ -74,6 +74,7 @@ class Connection:
         self._closed = False
         self._error: PhubError | None = None
         self._control, welcome, self.transport = join(self._who, config.lane)
+        protocol.keep_alive(self._control, max(1, int(config.timeout)))
         self._welcome = welcome
         self.workers, self.cores = welcome.workers, welcome.cores
         self.server_pid, self.chunk_bytes = welcome.pid, welcome.chunk_bytes

@@ -129,6 +129,17 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
+def keep_alive(sock: socket.socket, seconds: int) -> None:
+    """Find out within about so many seconds that the other host cannot be reached any more."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 6))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
 def error_message(error: PhubError) -> Message:
     """An error as a message."""
     return {"error": to_code(error), "text": str(error), "rank": getattr(error, "rank", -1)}

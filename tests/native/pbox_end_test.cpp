@@ -242,6 +242,30 @@ TEST(a_table_that_one_rank_has_ended_is_an_error_for_the_others) {
   }
 }
 
+TEST(a_worker_that_does_not_read_for_long_is_not_lost) {
+  Box box(1);
+  box.server.add_job(1, 1);
+  const TableInfo info = table_of({{6 << 20}}, 1);  // 24 MiB, more than sockets take in
+  box.server.add_table(1, info, 1);
+  const TcpOptions impatient{"", 0, 1};
+  const auto sockets = tcp_sockets();
+  box.server.attach(1, 0, 0, make_tcp_lane(sockets[0], impatient, kPayload));
+  End end;
+  end.attach(make_tcp_lane(sockets[1], impatient, kPayload));
+  end.sink.keep = false;
+  const std::vector<float> data(1024, 7);
+  Recorder unread;
+  for (uint32_t chunk = 0; chunk < info.chunks.size(); ++chunk) {
+    Header head = frame(FrameKind::push, info.first_chunk + chunk, kPayload);
+    head.sender = 0;
+    end.lane->send(head, data.data());
+  }
+  while (box.server.chunks_answered(1) < info.chunks.size()) end.lane->progress(unread, 0);
+  JobEvent event;
+  CHECK(!box.server.next_event(event, 3.5));  // stopped, as in a debugger
+  end.drive([&] { return end.sink.count == info.chunks.size(); });
+}
+
 TEST(stalled_keys_and_missing_ranks_are_told) {
   Job job(3, {"tcp"});
   job.push(0);

@@ -113,8 +113,7 @@ TEST(options_are_set_on_the_socket) {
   CHECK(congestion_control(lane->fd()) == "reno");
   int value = 0;
   socklen_t size = sizeof value;
-  CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &size) == 0 &&
-        value == 12000);
+  CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_KEEPIDLE, &value, &size) == 0 && value == 4);
   CHECK(getsockopt(lane->fd(), IPPROTO_TCP, TCP_NODELAY, &value, &size) == 0 && value != 0);
   CHECK(getsockopt(lane->fd(), SOL_SOCKET, SO_KEEPALIVE, &value, &size) == 0 && value != 0);
 
