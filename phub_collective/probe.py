@@ -1,14 +1,14 @@
 """A short measurement of every candidate backend, for the cost model.
 
 Sizes rise; the backends take turns within each, so that a disturbance of the machine meets all of
-them; a turn takes as long as its slowest rank, and the median turn counts. A backend is not
-measured at sizes that would take it too long.
+them; a turn takes as long as its slowest rank, and the lower quartile of the turns counts, since
+other work on the machine only ever slows one down. A backend is not measured at sizes that would
+take it too long.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ WARM_UP = 3  # operations before everything: a name's first uses may set somethi
 TURNS = 9
 TURN_S = 4e-3  # a small operation is repeated within a turn for about so long
 SLOW_S = 0.02  # slower operations get fewer turns
-SLOW_TURNS = 3
+SLOW_TURNS = 5
 LONGEST_S = 0.6  # a size at which one operation would take longer is left out
 
 
@@ -44,7 +44,8 @@ def probe(backends: Mapping[str, Backend], rendezvous: Rendezvous) -> dict[str, 
                 if turn < subject.turns:
                     subject.take_turn()
         for name, subject in racing.items():
-            points[name].append((nbytes, statistics.median(subject.agreed())))
+            turns = sorted(subject.agreed())
+            points[name].append((nbytes, turns[len(turns) // 4]))
     for subject in subjects.values():
         subject.release()
     return points
