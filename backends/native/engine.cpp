@@ -12,6 +12,7 @@ namespace phub {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr int kYields = 1000;        // while another thread takes the lock: it may have to wake
 constexpr size_t kBudget = 1 << 20;  // received bytes of one lane before the others get a turn
 
 double seconds_since(Clock::time_point start) {
@@ -169,7 +170,10 @@ bool Engine::wait(const std::function<bool()>& done, double timeout_s) {
     if (done()) return true;
     const double elapsed = seconds_since(start);
     if (timeout_s >= 0 && elapsed >= timeout_s) return false;
-    if (moved) active = Clock::now();
+    if (moved) {
+      active = Clock::now();
+      give_way(guard);
+    }
     if (moved || (spin_us_ > 0 && seconds_since(active) * 1e6 < spin_us_)) continue;
     sleep(guard, waiter.bell, timeout_s < 0 ? -1 : timeout_s - elapsed);
   }
@@ -180,8 +184,21 @@ void Engine::background() {
   for (;;) {
     background_cv_.wait(guard, [this] { return stop_ || (async_ > 0 && waiters_.empty()); });
     if (stop_) return;
-    if (!progress_once()) sleep(guard, -1, -1);
+    if (progress_once())
+      give_way(guard);
+    else
+      sleep(guard, -1, -1);
   }
+}
+
+// A mutex that is released and locked again at once mostly stays with its thread: whoever submits
+// would wait until nothing moves any more.
+void Engine::give_way(Guard& guard) {
+  const int waiting = wanted_;
+  if (waiting == 0) return;
+  guard.unlock();
+  for (int i = 0; i < kYields && wanted_ >= waiting; ++i) std::this_thread::yield();
+  guard.lock();
 }
 
 }  // namespace phub

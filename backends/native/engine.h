@@ -27,7 +27,12 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   using Guard = std::unique_lock<std::mutex>;
-  Guard lock() { return Guard(mutex_); }
+  Guard lock() {
+    ++wanted_;
+    Guard guard(mutex_);
+    --wanted_;
+    return guard;
+  }
 
   // --- with the lock held ---
   Lane& add(std::unique_ptr<Lane> lane, Sink& sink);
@@ -59,6 +64,7 @@ class Engine {
   class Waiter;  // a thread in `wait`, with a bell of its own
 
   void background();
+  void give_way(Guard& guard);  // to a thread that waits for the lock
   void progress(Entry& entry);
   void check_life();
   bool arm();
@@ -80,6 +86,7 @@ class Engine {
   bool stop_ = false;
   std::condition_variable background_cv_;
   // self-synchronised
+  std::atomic<int> wanted_ = 0;  // threads that wait for the lock
   Poller poller_;
   const int spin_us_;
   std::thread thread_;  // last: it uses all of the above
