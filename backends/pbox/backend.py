@@ -140,15 +140,14 @@ class PboxBackend(Backend):
             )
         if table is not None and table.error is None and table.spec == spec:
             return table, True
-        if table is not None and table.ids is not None:
-            self.connection.close_table(spec.name, table.ids)
-        elif len(self._tables) >= MAX_NAMES:
+        if table is None and len(self._tables) >= MAX_NAMES:
             raise ConfigError(
                 f"[pbox] {MAX_NAMES} different names were used; "
                 "give an operation the same name each time"
             )
+        known = table.ids if table is not None else None
         table = self._tables[spec.name] = AdHoc(spec)
-        self.connection.register(spec, functools.partial(self._on_registered, table))
+        self.connection.register(spec, functools.partial(self._on_registered, table), known)
         return table, False
 
     def _on_registered(

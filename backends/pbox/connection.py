@@ -189,8 +189,11 @@ class Connection:
 
     # --- tables ---
 
-    def register(self, spec: TableSpec, callback: OnRegistered) -> None:
-        """Announce a table; `callback` is called once all ranks have (or with the error)."""
+    def register(
+        self, spec: TableSpec, callback: OnRegistered, instead_of: TableIds | None = None
+    ) -> None:
+        """Announce a table; `callback` is called once all ranks have (or with the error).
+        `instead_of`: the name's table so far, which this rank is done with."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -200,7 +203,10 @@ class Connection:
                     "already; give every exchange a name of its own"
                 )
             self._callbacks[spec.name] = (spec, callback)
-        self._send({"op": "register", "table": spec.to_json()})
+        if instead_of is not None:
+            self.client.drop(instead_of.id)
+        again = instead_of is not None
+        self._send({"op": "register", "table": spec.to_json(), "again": again})
 
     def hold(self, ids: TableIds, memory: object) -> None:
         """Keep what a table's gradients are sent from, at least until the table is closed."""

@@ -279,7 +279,8 @@ class PBoxServer:
         if op == "bye":
             return False
         if op == "register":
-            job.register(member, TableSpec.from_json(message.get("table")))
+            spec = TableSpec.from_json(message.get("table"))
+            job.register(member, spec, again=bool(message.get("again")))
         elif op == "close":
             job.close(member, str(message.get("name")))
         elif op == "stalled":

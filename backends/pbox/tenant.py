@@ -153,9 +153,13 @@ class Tenant:
 
     # --- tables ---
 
-    def register(self, member: Member, spec: TableSpec) -> None:
-        """Note that a rank wants this table; the last of them makes it, and all get the answer."""
+    def register(self, member: Member, spec: TableSpec, again: bool = False) -> None:
+        """Note that a rank wants this table; the last of them makes it, and all get the answer.
+        `again`: the rank is done with the table that the name has meant so far."""
         with self._lock:
+            old = self._tables.get(spec.name)
+            if again and old is not None:
+                self._retire(member.rank, old, spec)
             try:
                 self._check(member, spec)
             except PhubError as error:
@@ -206,11 +210,6 @@ class Tenant:
                 f"[pbox] rank {member.rank} registers {spec.name!r} twice; "
                 "give every exchange of a job a name of its own"
             )
-        if old is not None and old.spec != spec:
-            where = first_difference(
-                old.spec.describe(), spec.describe(), "other ranks", f"rank {member.rank}"
-            )
-            self._end(old, MismatchError(f"[pbox] {spec.name!r} is used differently: {where}"))
 
     def _make(self, spec: TableSpec) -> Registered:
         if spec.chunk_bytes > self.chunk_bytes:
@@ -263,15 +262,27 @@ class Tenant:
         """A rank is done with a table; the last one frees it."""
         with self._lock:
             registered = self._tables.get(name)
-            if registered is None:
-                return None
-            registered.closed.add(member.rank)
-            if len(registered.closed) + len(self._left - registered.closed) < self.workers:
+            if registered is not None:
                 text = f"[pbox] rank {member.rank} has closed {name!r}, other ranks exchange it"
-                return self._end(registered, PeerLost(text, member.rank))
-            del self._tables[name]
-            if self._error is None:
-                self._native.drop_table(self.number, registered.ids.id)
+                self._close(member.rank, registered, PeerLost(text, member.rank))
+
+    def _retire(self, rank: int, old: Registered, new: TableSpec) -> None:
+        """`close`, for another use of the name: who goes on with the old one differs from it."""
+        others = set(range(self.workers)) - old.closed - {rank}
+        where = first_difference(
+            old.spec.describe(), new.describe(), f"rank {min(others, default=-1)}", f"rank {rank}"
+        )
+        error = MismatchError(f"[pbox] {new.name!r} is used differently: {where}; make them equal")
+        self._close(rank, old, error)
+
+    def _close(self, rank: int, registered: Registered, error: PhubError) -> None:
+        """`error` is for those who go on with the table."""
+        registered.closed.add(rank)
+        if len(registered.closed | self._left) < self.workers:
+            return self._end(registered, error)
+        del self._tables[registered.spec.name]
+        if self._error is None:
+            self._native.drop_table(self.number, registered.ids.id)
         return None
 
     def _end(self, registered: Registered, error: PhubError) -> None:

@@ -107,6 +107,21 @@ TEST(who_leaves_while_others_go_on_is_named) {
     }
 }
 
+TEST(an_answer_that_came_before_the_error_is_good) {
+  for (const Transport& transport : kBoth) {
+    Job job(2, transport);
+    job.push(0);
+    job.push(1);
+    wait_all(*job.ranks[1], 1);  // so the answer is on its way to rank 0, too
+    job.ranks[1].reset();
+    job.box.event(1);
+    wait_all(*job.ranks[0], 1);
+    CHECK_EQUAL(job.memories[0][0], 2.0f);
+    const Error error = THROWN(Error, job.push(0), wait_all(*job.ranks[0], 1));
+    CHECK(error.code == ErrorCode::peer_lost);
+  }
+}
+
 TEST(all_may_leave_one_after_the_other) {
   for (const Transport& transport : kBoth) {
     Job job(3, transport);
