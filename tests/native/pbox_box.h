@@ -45,6 +45,12 @@ inline TableInfo table_of(const std::vector<KeySpec>& keys, int cores, size_t ch
   return info;
 }
 
+// Shared memory as a worker has it: another mapping.
+inline std::shared_ptr<Memory> mapped(const std::shared_ptr<Memory>& memory,
+                                      Memory::Access access) {
+  return Memory::attach(dup(memory->fd()), memory->size(), access);
+}
+
 struct Worker {
   Engine engine;
   PboxClient client;
@@ -86,9 +92,12 @@ class Box {
   std::shared_ptr<Table> table(uint32_t job, std::vector<std::unique_ptr<Worker>>& workers,
                                const TableInfo& info) {
     auto made = server.add_table(job, info, static_cast<int>(workers.size()));
-    std::vector<std::shared_ptr<Memory>> answers;
-    if (info.shared_answers) answers = {made->answers[0], made->answers[1]};
-    for (auto& worker : workers) worker->client.add(info, answers);
+    for (auto& worker : workers) {
+      std::vector<std::shared_ptr<Memory>> answers;
+      for (size_t i = 0; info.shared_answers && i < 2; ++i)
+        answers.push_back(mapped(made->answers[i], Memory::Access::read_only));
+      worker->client.add(info, answers);
+    }
     return made;
   }
 

@@ -22,15 +22,25 @@ const Path kPaths[] = {{"tcp", {"tcp"}},
                        {"shm with shared answers", {"shm", false}, false, true},
                        {"in place", {"shm", false}, true}};
 
-// Memory for each worker: its arena, or its own.
+// Memory for each worker: its arena, or its own; and where the weights of a shared model stand.
 struct Memories {
   std::vector<Floats> own;
+  std::vector<std::shared_ptr<Memory>> shared;
   std::vector<float*> data;
-  Memories(const TableInfo& info, const Table& table, int workers)
-      : own(static_cast<size_t>(workers), Floats(info.bytes / sizeof(float))) {
-    for (size_t rank = 0; rank < own.size(); ++rank)
-      data.push_back(info.arena ? reinterpret_cast<float*>(table.arenas[rank]->data())
-                                : own[rank].data());
+  std::vector<const float*> weights;  // [exchange mod 2]
+
+  Memories(const TableInfo& info, const Table& table, int workers) {
+    for (size_t rank = 0; rank < static_cast<size_t>(workers); ++rank) {
+      own.emplace_back(info.arena ? 0 : info.bytes / sizeof(float));
+      data.push_back(info.arena ? map(table.arenas[rank], Memory::Access::read_write)
+                                : own.back().data());
+    }
+    for (size_t i = 0; info.shared && i < 2; ++i)
+      weights.push_back(map(table.weights[i], Memory::Access::copy_on_write));
+  }
+  float* map(const std::shared_ptr<Memory>& memory, Memory::Access access) {
+    shared.push_back(mapped(memory, access));
+    return reinterpret_cast<float*>(shared.back()->data());
   }
   std::byte* at(const TableInfo& info, int rank, uint32_t key) {
     return reinterpret_cast<std::byte*>(data[static_cast<size_t>(rank)]) + info.keys[key].offset;
@@ -126,9 +136,8 @@ void check_optimizer(const Path& path, bool shared) {
       exchange(*ranks[static_cast<size_t>(rank)], info, memories, rank, step);
     });
     for (int rank = 0; rank < kWorkers; ++rank) {
-      const float* weights = shared
-                                 ? reinterpret_cast<const float*>(table->weights[step % 2]->data())
-                                 : memories.data[static_cast<size_t>(rank)];
+      const float* weights = shared ? memories.weights[static_cast<size_t>(step % 2)]
+                                    : memories.data[static_cast<size_t>(rank)];
       for (size_t i = 0; i < elements; ++i)
         if (!is_padding(info, i))
           CHECK(std::abs(weights[i] - expected[i]) <= 1e-5f * (1 + std::abs(expected[i])));
