@@ -127,8 +127,8 @@ Error Mesh::disagreement(const Name& name, int rank, const Spec* theirs) const {
   };
   std::string first = side(rank_, &name.operation->spec()), second = side(rank, theirs);
   if (rank < rank_) std::swap(first, second);  // the same text on both ranks
-  return Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text + "': " + first + ", " +
-                                        second + "; make them equal");
+  return Error(ErrorCode::mismatch, "[mesh] ranks disagree about '" + name.text + "': " + first +
+                                        ", " + second + "; make them equal");
 }
 
 // Those who must have submitted a use before it may settle here, and have not: whom this rank sends
@@ -381,9 +381,9 @@ void Mesh::closed(Lane& lane, const Error& why) {
   if (const auto placed = std::exchange(peer.placing, nullptr)) placed->placed();
   const std::string who = "[mesh] rank " + std::to_string(lane.peer);
   if (!failed_ && !peer.bye)
-    failed_ = Error(why.code,
-                    who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
-                    lane.peer);
+    failed_ =
+        Error(why.code, who + " was lost, as rank " + std::to_string(rank_) + " saw: " + why.what(),
+              lane.peer);
   for (const auto& operation : std::vector(flying_))
     if (needs(*operation, lane.peer))
       fail(operation, failed_ ? *failed_

@@ -82,7 +82,7 @@ struct ErrorWire {
 // What a collective does, as one rank was told; ranks must agree. The name follows.
 struct OpenWire {
   uint64_t count, part_count;  // elements of the whole and of a part
-  uint64_t algorithm;          // hash of the schedule's name
+  uint64_t algorithm;  // hash of the schedule's name
   double prescale, postscale;
   int32_t root;
   uint8_t kind, dtype, op, reserved;

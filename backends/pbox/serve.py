@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import select
+import selectors
 import signal
 import sys
 import time
@@ -67,15 +67,26 @@ def main(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: os.write(wake_write, b"x"))
     shown = ", ".join(f"{host}:{port}" for host, port in server.addresses)
     print(f"phub: serving on {shown} with {options.cores} cores", flush=True)
-    watched = [wake_read, *([sys.stdin.fileno()] if args.lifeline else [])]
-    while True:
-        ready, _, _ = select.select(watched, [], [])
-        if wake_read in ready or not os.read(sys.stdin.fileno(), 4096):
-            break
-    if wake_read not in ready:
+    told = _wait_for_the_end(wake_read, lifeline=args.lifeline)
+    if not told:
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while server.jobs() and time.monotonic() < deadline:
             time.sleep(0.05)
     server.close()
     time.sleep(0.2 if server.jobs() else 0)  # the last error frames
     return 0
+
+
+def _wait_for_the_end(wake: int, lifeline: bool) -> bool:
+    """True when a signal told to end, False when who started this server is gone."""
+    # Not select(): descriptors above 1023 are usual on a server.
+    with selectors.DefaultSelector() as watched:
+        watched.register(wake, selectors.EVENT_READ)
+        if lifeline:
+            watched.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        while True:
+            ready = [key.fd for key, _ in watched.select()]
+            if wake in ready:
+                return True
+            if not os.read(sys.stdin.fileno(), 4096):
+                return False

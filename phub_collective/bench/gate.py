@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
+import selectors
 import socket
 import time
 from pathlib import Path
@@ -70,20 +70,25 @@ class Gate:
 
     def _receive(self) -> None:
         """One byte from every peer."""
-        waiting = {peer.fileno(): rank for rank, peer in self._peers.items()}
         deadline = time.monotonic() + self._timeout
-        while waiting:
-            ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise self._late(set(waiting.values()))
-            for descriptor in ready:
-                rank = waiting.pop(descriptor)
-                try:
-                    byte = self._peers[rank].recv(1)
-                except ConnectionError:
-                    byte = b""
-                if not byte:
-                    raise PeerLost(f"[bench] rank {rank} ended before the others", rank)
+        with selectors.DefaultSelector() as waiting:
+            for rank, peer in self._peers.items():
+                waiting.register(peer, selectors.EVENT_READ, rank)
+            while missing := {key.data for key in waiting.get_map().values()}:
+                ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._late(missing)
+                for key, _ in ready:
+                    waiting.unregister(key.fileobj)
+                    self._take_byte(key.data)
+
+    def _take_byte(self, rank: int) -> None:
+        try:
+            byte = self._peers[rank].recv(1)
+        except ConnectionError:
+            byte = b""
+        if not byte:
+            raise PeerLost(f"[bench] rank {rank} ended before the others", rank)
 
     def _send(self) -> None:
         for rank, peer in self._peers.items():

@@ -35,7 +35,8 @@ class Ranks {
  public:
   Ranks(const std::string& transport, int size) : size_(size), ranks(static_cast<size_t>(size)) {
     const MeshOptions options = small_options();
-    for (int r = 0; r < size; ++r) at(r).mesh = std::make_unique<Mesh>(at(r).engine, r, size, options);
+    for (int r = 0; r < size; ++r)
+      at(r).mesh = std::make_unique<Mesh>(at(r).engine, r, size, options);
     for (int a = 0; a < size; ++a)
       for (int b = a + 1; b < size; ++b) connect(transport, a, b, options.frame_bytes);
   }
@@ -65,8 +66,10 @@ class Ranks {
     }
     const auto sockets = unix_sockets();
     const int memory = make_ring_memory(2 * (max_payload + 64));
-    mesh(a).attach(b, make_shm_lane(sockets[0], dup(memory), dup(at(b).engine.bell()), true, max_payload));
-    mesh(b).attach(a, make_shm_lane(sockets[1], memory, dup(at(a).engine.bell()), false, max_payload));
+    mesh(a).attach(
+        b, make_shm_lane(sockets[0], dup(memory), dup(at(b).engine.bell()), true, max_payload));
+    mesh(b).attach(a,
+                   make_shm_lane(sockets[1], memory, dup(at(a).engine.bell()), false, max_payload));
   }
 
   const int size_;
@@ -83,7 +86,8 @@ Spec spec_of(size_t count, size_t part_count = 3000) {
 }
 
 std::shared_ptr<Operation> submit(Mesh& mesh, int rank, int size, const std::string& name,
-                                  std::vector<float>& data, Spec spec, PlanMaker maker = ring_plan) {
+                                  std::vector<float>& data, Spec spec,
+                                  PlanMaker maker = ring_plan) {
   spec.count = data.size();
   const size_t parts = spec.count ? (spec.count + spec.part_count - 1) / spec.part_count : 1;
   return mesh.submit(name, spec, reinterpret_cast<std::byte*>(data.data()),
@@ -93,7 +97,8 @@ std::shared_ptr<Operation> submit(Mesh& mesh, int rank, int size, const std::str
 
 std::vector<float> input(size_t count, int rank, int use = 0) {
   std::vector<float> data(count);
-  for (size_t i = 0; i < count; ++i) data[i] = static_cast<float>(i % 100) + static_cast<float>(rank + use);
+  for (size_t i = 0; i < count; ++i)
+    data[i] = static_cast<float>(i % 100) + static_cast<float>(rank + use);
   return data;
 }
 
@@ -122,9 +127,8 @@ TEST(allreduce_of_many_sizes_and_uses) {
         for (int use = 0; use < 3; ++use)
           for (const size_t count : {0, 1, 2, 5, 1000, 3000, 3001, 50000}) {
             auto data = input(count, rank, use);
-            const auto operation =
-                submit(mesh, rank, size, "n" + std::to_string(count), data, spec_of(count),
-                       size == 3 ? ring_plan : halving_plan);
+            const auto operation = submit(mesh, rank, size, "n" + std::to_string(count), data,
+                                          spec_of(count), size == 3 ? ring_plan : halving_plan);
             CHECK(mesh.wait(*operation, kLong) && mesh.done(*operation));
             CHECK(is_sum(data, size, use));
           }
@@ -196,7 +200,8 @@ TEST(who_has_not_submitted_is_missing) {
     std::vector<std::shared_ptr<Operation>> operations(3);
     const auto start = [&](int rank) {
       auto& mine = data[static_cast<size_t>(rank)];
-      operations[static_cast<size_t>(rank)] = submit(ranks.mesh(rank), rank, 3, "late", mine, spec_of(0));
+      operations[static_cast<size_t>(rank)] =
+          submit(ranks.mesh(rank), rank, 3, "late", mine, spec_of(0));
     };
     start(0);
     start(1);
@@ -327,7 +332,8 @@ TEST(who_leaves_in_good_order_is_no_loss) {
     CHECK(error.code == ErrorCode::peer_lost);
     CHECK_EQUAL(error.rank, 1);
     CHECK_CONTAINS(error.what(), "left");
-    CHECK(THROWN(Error, submit(ranks.mesh(1), 1, 3, "y", data, spec_of(0))).code == ErrorCode::config);
+    CHECK(THROWN(Error, submit(ranks.mesh(1), 1, 3, "y", data, spec_of(0))).code ==
+          ErrorCode::config);
   }
 }
 
@@ -352,11 +358,13 @@ TEST(nonsense_from_a_peer_ends_with_a_protocol_error) {
       {"never announced", [&](Lane& lane) { data(lane, 0, 0, 8); }},
       {"never announced", [](Lane& lane) { lane.send(header(FrameKind::posted, 5, 0), nullptr); }},
       {"expected 0", [&](Lane& lane) { open(lane, 7, "x", 100); }},
-      {"of 3 bytes", [&](Lane& lane) { lane.send_copy(header(FrameKind::open, 0, 3), bytes.data()); }},
+      {"of 3 bytes",
+       [&](Lane& lane) { lane.send_copy(header(FrameKind::open, 0, 3), bytes.data()); }},
       {"announced again", [&](Lane& lane) { open(lane, 0, "x", 100), open(lane, 0, "y", 100); }},
       {"part 9", [&](Lane& lane) { open(lane, 0, "x", 100), data(lane, 0, 9, 8); }},
       {"expected at most", [&](Lane& lane) { open(lane, 0, "x", 100), data(lane, 0, 0, 400); }},
-      {"without credit", [&](Lane& lane) {
+      {"without credit",
+       [&](Lane& lane) {
          open(lane, 0, "x", 100);
          for (int i = 0; i < 3; ++i) data(lane, 1, 0, kFrame);
        }},

@@ -44,7 +44,8 @@ class Network {
 
   void run() {
     for (auto& operation : operations) operation->confirm();
-    while (std::any_of(operations.begin(), operations.end(), [](const auto& o) { return !o->settled(); })) {
+    while (std::any_of(operations.begin(), operations.end(),
+                       [](const auto& o) { return !o->settled(); })) {
       const auto at = std::uniform_int_distribution<size_t>(0, operations.size() - 1)(random_);
       if (random_() % 4 == 0) operations[at]->advance();
       deliver();
@@ -89,7 +90,8 @@ class Network {
               size_t*) override {
       network.bytes_sent += bytes;
       for (size_t at = 0; at < bytes; at += kFrame)
-        network.queues_[{rank, peer}].push_back({part, {data + at, data + std::min(bytes, at + kFrame)}});
+        network.queues_[{rank, peer}].push_back(
+            {part, {data + at, data + std::min(bytes, at + kFrame)}});
     }
     Network& network;
     int rank;
@@ -157,12 +159,14 @@ TEST(allreduce_in_any_order_of_arrival) {
     const size_t count = random() % 400, part = 1 + random() % 150;
     Network network(size, floats(count, part), maker, seed, 1 + random() % 4);
     for (int rank = 0; rank < size; ++rank)
-      for (size_t i = 0; i < count; ++i) network.data<float>(rank)[i] = static_cast<float>(i % 50 + static_cast<size_t>(rank));
+      for (size_t i = 0; i < count; ++i)
+        network.data<float>(rank)[i] = static_cast<float>(i % 50 + static_cast<size_t>(rank));
     network.run();
     for (int rank = 0; rank < size; ++rank)
       for (size_t i = 0; i < count; ++i)
-        CHECK_EQUAL(network.data<float>(rank)[i], static_cast<float>((i % 50) * static_cast<size_t>(size)) +
-                                                      static_cast<float>(size * (size - 1)) / 2);
+        CHECK_EQUAL(network.data<float>(rank)[i],
+                    static_cast<float>((i % 50) * static_cast<size_t>(size)) +
+                        static_cast<float>(size * (size - 1)) / 2);
   }
 }
 
@@ -189,7 +193,8 @@ TEST(integer_averages_round_down) {
   network.run();
   for (int rank = 0; rank < 3; ++rank)
     for (int i = 0; i < 50; ++i)
-      CHECK_EQUAL(network.data<int32_t>(rank)[i], static_cast<int32_t>(std::floor((-3.0 * i - 3) / 3)));
+      CHECK_EQUAL(network.data<int32_t>(rank)[i],
+                  static_cast<int32_t>(std::floor((-3.0 * i - 3) / 3)));
 }
 
 // 1 + 2^-8 + 2^-8 is 1 + 2^-7 in bf16; with a rounding at every hop it would stay 1.
@@ -203,7 +208,8 @@ TEST(sixteen_bit_floats_are_rounded_once) {
       std::fill_n(network.data<uint16_t>(rank), 64, bf16(values[rank]));
     network.run();
     for (int rank = 0; rank < 4; ++rank)
-      for (int i = 0; i < 64; ++i) CHECK_EQUAL(network.data<uint16_t>(rank)[i], bf16(1.0f + 1.0f / 128));
+      for (int i = 0; i < 64; ++i)
+        CHECK_EQUAL(network.data<uint16_t>(rank)[i], bf16(1.0f + 1.0f / 128));
     CHECK_EQUAL(network.bytes_sent, size_t{64 * 3 * (4 + 2)});  // sums as fp32, results as bf16
   }
 }
@@ -222,7 +228,8 @@ TEST(frames_that_the_plan_does_not_expect_are_refused) {
   const std::array<std::byte, 4096> bytes{};
   const auto refused = [&](int from, uint32_t part, size_t length) {
     Network network(3, floats(90, 90), ring_plan, 1);
-    const Error error = THROWN(Error, network.operations[0]->receive(from, part, bytes.data(), length));
+    const Error error =
+        THROWN(Error, network.operations[0]->receive(from, part, bytes.data(), length));
     CHECK(error.code == ErrorCode::protocol);
   };
   refused(2, 1, 4);      // there is no part 1
@@ -231,7 +238,8 @@ TEST(frames_that_the_plan_does_not_expect_are_refused) {
   refused(1, 0, 4);      // rank 1 sends nothing to rank 0
   Network network(3, floats(90, 90), ring_plan, 1);
   network.run();
-  CHECK(THROWN(Error, network.operations[0]->receive(2, 0, bytes.data(), 4)).code == ErrorCode::protocol);
+  CHECK(THROWN(Error, network.operations[0]->receive(2, 0, bytes.data(), 4)).code ==
+        ErrorCode::protocol);
 }
 
 TEST(early_frames_are_bounded_by_the_plan) {

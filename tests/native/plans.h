@@ -37,12 +37,14 @@ inline std::shared_ptr<const Plan> halving_plan(int rank, int size, size_t count
     const size_t middle = begin + (end - begin) / 2;
     const Range lower{begin, middle}, upper{middle, end};
     const bool low = (rank & distance) == 0;
-    halving.push_back({rank ^ distance, low ? upper : lower, rank ^ distance, low ? lower : upper, true});
+    halving.push_back(
+        {rank ^ distance, low ? upper : lower, rank ^ distance, low ? lower : upper, true});
     (low ? end : begin) = middle;
   }
   for (const Step& step : halving) add_step(steps, step);
   for (size_t i = halving.size(); i-- > 0;)
-    add_step(steps, {halving[i].send_to, halving[i].recv, halving[i].recv_from, halving[i].send, false});
+    add_step(steps,
+             {halving[i].send_to, halving[i].recv, halving[i].recv_from, halving[i].send, false});
   return std::make_shared<Plan>(count, steps, true);
 }
 

@@ -19,6 +19,8 @@ from pbox_jobs import SOON, Box, Job, Model, box, bystander, outcomes, spec_of, 
 
 from phub_collective.backends.base import Hyper, ReduceOp
 from phub_collective.backends.pbox import protocol, server
+from phub_collective.backends.pbox.connection import RegisteredTable
+from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.backends.pbox.handshake import Identity, Talk, join, open_lane
 from phub_collective.errors import (
     AuthError,
@@ -390,19 +392,35 @@ def refuses_to_be_written(memory: int) -> None:
         mmap.mmap(memory, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def test_memory_of_the_server_is_sealed(pbox: Box) -> None:
+def test_rings_of_the_server_are_sealed(pbox: Box) -> None:
     job = pbox.job(1)
     with Rank(job, 0) as rank:
         lane, (rings,) = rank.lane(0, "shm")
         refuses_to_shrink(rings)
         lane.close()
         os.close(rings)
+
+
+def test_a_shared_model_is_sealed(pbox: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    registers = PboxExchange._register
+
+    def copies(exchange: PboxExchange) -> RegisteredTable:
+        registered = registers(exchange)
+        received.extend(os.dup(fd) for fd in registered.descriptors)  # mapping closes the others
+        return registered
+
+    monkeypatch.setattr(PboxExchange, "_register", copies)
     job = pbox.job(1)
-    with job.exchange(0, spec_of([(1000,)], place="server", shared_model=True)) as model:
-        refuses_to_shrink(model.exchange._arena_memory.fd)
-        for weights in model.exchange._weight_memories:
-            refuses_to_shrink(weights.fd)
-            refuses_to_be_written(weights.fd)
+    with job.exchange(0, spec_of([(1000,)], place="server", shared_model=True)):
+        arena, *weights = received
+        refuses_to_shrink(arena)
+        assert len(weights) == 2
+        for memory in weights:
+            refuses_to_shrink(memory)
+            refuses_to_be_written(memory)
+    for memory in received:
+        os.close(memory)
 
 
 # --- names and ends of tables ---
