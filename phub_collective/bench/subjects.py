@@ -74,8 +74,8 @@ class Subject(abc.ABC):
 
     def server_nbytes(self) -> int:
         """Bytes of the model's own arrays that only a server keeps in this mode: the optimizer's,
-        and accumulators where gradients arrive over a network. In shared memory they are summed
-        where they stand. Where the sum itself is the answer there are two accumulators: one is
+        and accumulators where gradients arrive over a network. In shared memory those of an arena
+        are summed where they stand. Where the sum itself is the answer there are two accumulators: one is
         sent while the next step is summed in the other."""
         return 0 if self._over_shm() else 2 * self.work.nbytes
 
@@ -115,6 +115,9 @@ class FlatAllreduce(Subject):
             )
             for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
         ]
+
+    def server_nbytes(self) -> int:
+        return 2 * self.work.nbytes  # a private tensor is summed in accumulators on any lane
 
     def _fill(self) -> None:
         row = self.numbers.row(self.rank, self.iteration)
