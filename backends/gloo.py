@@ -17,7 +17,7 @@ from phub_collective.backends.base import Backend, Context, Kind
 from phub_collective.backends.channels import Channel, ChannelBackend, Handle
 from phub_collective.backends.transfer import Transfer
 from phub_collective.errors import BackendUnavailable, PeerTimeout, PhubError
-from phub_collective.meeting import own_addresses
+from phub_collective.rendezvous.meeting import own_addresses
 
 MAX_CHANNELS = 16  # each has a socket for every peer, and a thread
 

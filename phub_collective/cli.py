@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import phub_collective
 from phub_collective.config import Config
 from phub_collective.errors import PhubError
-from phub_collective.identity import LAUNCH_VARIABLES
+from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,7 @@ COMMANDS = {
         "compare the selector's choices with measured times", "phub_collective.bench.select"
     ),
     "explain": Command(
-        "print which backend would be selected, and why",
-        "phub_collective.selector",
-        "add_explain_arguments",
-        "explain_main",
+        "print which backend would be selected, and why", "phub_collective.selection.explain"
     ),
     "config": Command(
         "print every setting", "phub_collective.cli", "add_config_arguments", "config_main"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import phub_collective
-from phub_collective.topology import usable_cpus
+from phub_collective.rendezvous.topology import usable_cpus
 
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")

@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from phub_collective import backends, topology
+from phub_collective import backends
 from phub_collective.backends.base import (
     Backend,
     Context,
@@ -21,8 +21,9 @@ from phub_collective.backends.base import (
 )
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PhubError
-from phub_collective.rules import AUTO
-from phub_collective.selector import Selector
+from phub_collective.rendezvous import topology
+from phub_collective.selection.rules import AUTO
+from phub_collective.selection.selector import Selector
 
 
 class Session:

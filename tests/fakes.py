@@ -9,9 +9,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from phub_collective import backends, probe
+from phub_collective import backends
 from phub_collective.backends.base import Backend, Context, Operation, Work
 from phub_collective.errors import BackendUnavailable
+from phub_collective.selection import probe
 
 
 class FakeBackend(Backend):

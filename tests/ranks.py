@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from phub_collective.backends.base import Context
 from phub_collective.config import Config
 from phub_collective.rendezvous import LocalRendezvous, StoreRendezvous
-from phub_collective.store import StoreServer
+from phub_collective.rendezvous.store import StoreServer
 
 Result = TypeVar("Result")
 

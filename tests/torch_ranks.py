@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from phub_collective.identity import LAUNCH_VARIABLES
-from phub_collective.store import StoreServer
+from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
+from phub_collective.rendezvous.store import StoreServer
 
 START_S = 60.0
 END_S = 20.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from phub_collective.bench.plan import Plan
 from phub_collective.config import Config
-from phub_collective.identity import identify
+from phub_collective.rendezvous.identity import identify
 
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")

@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from phub_collective import rules
 from phub_collective.backends.base import DType, Key
 from phub_collective.errors import ConfigError
 from phub_collective.models import model_keys
+from phub_collective.selection import rules
 
 MODES = ("allreduce", "server-optimizer", "shared-model")
 

@@ -35,7 +35,7 @@ from phub_collective.bench.subjects import (
     WorkerOptimizer,
     WorkerSgd,
 )
-from phub_collective.rules import AUTO
+from phub_collective.selection.rules import AUTO
 from phub_collective.session import Session
 
 

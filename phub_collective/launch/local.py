@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from phub_collective.launch import processes
 from phub_collective.launch.supervisor import GRACE_S, KILL_S, Plan
-from phub_collective.store import StoreServer
-from phub_collective.topology import usable_cpus
+from phub_collective.rendezvous.store import StoreServer
+from phub_collective.rendezvous.topology import usable_cpus
 
 # Variables of launchers above us, which would make a worker believe it was theirs.
 FOREIGN = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL")

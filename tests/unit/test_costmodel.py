@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phub_collective.backends import schedule
-from phub_collective.costmodel import (
+from phub_collective.selection.costmodel import (
     Curve,
     Form,
     Parameters,

@@ -99,7 +99,7 @@ def processes_of(launcher: subprocess.Popen[str], role: str) -> list[int]:
 WHO = """
 import os
 from phub_collective.config import Config
-from phub_collective.topology import connect
+from phub_collective.rendezvous.topology import connect
 who, rendezvous = connect(Config.from_environment())
 with rendezvous:
     cards = rendezvous.all_gather("card", b"%d" % who.rank)

@@ -18,7 +18,7 @@ import pytest
 
 from phub_collective.errors import AuthError, PeerLost, PeerTimeout, PhubError
 from phub_collective.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous
-from phub_collective.store import StoreServer, wire
+from phub_collective.rendezvous.store import StoreServer, wire
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Rendezvous)

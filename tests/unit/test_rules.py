@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phub_collective.errors import ConfigError
-from phub_collective.rules import AUTO, parse, size
+from phub_collective.selection.rules import AUTO, parse, size
 
 KNOWN = ["pbox", "ring", "gloo"]
 

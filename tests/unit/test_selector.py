@@ -12,8 +12,8 @@ from ranks import ThreadRanks, run_threads
 from phub_collective import backends
 from phub_collective.backends.base import Context
 from phub_collective.errors import ConfigError, MismatchError
-from phub_collective.explain import report, size_text, time_text
-from phub_collective.selector import Selector, Table
+from phub_collective.selection.explain import report, size_text, time_text
+from phub_collective.selection.selector import Selector, Table
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -10,7 +10,7 @@ import torch
 import phub_collective.torch as hvd
 from phub_collective import backends
 from phub_collective.errors import ConfigError
-from phub_collective.identity import LAUNCH_VARIABLES
+from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
 
 
 @pytest.fixture(autouse=True)

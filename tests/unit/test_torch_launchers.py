@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phub_collective import backends
-from phub_collective.identity import LAUNCH_VARIABLES
+from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
 
 SCRIPT = Path(__file__).parents[1] / "torch_script.py"
 BIN = Path(sys.executable).parent

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 
 from phub_collective.errors import AuthError, PeerLost, PeerTimeout, PhubError
-from phub_collective.store import wire
-from phub_collective.store.board import Collected
+from phub_collective.rendezvous.store import wire
+from phub_collective.rendezvous.store.board import Collected
 
 RETRY_S = 0.05  # between two rounds over the addresses
 

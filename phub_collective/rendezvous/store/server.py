@@ -18,8 +18,8 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from phub_collective.store import wire
-from phub_collective.store.board import Board, slot
+from phub_collective.rendezvous.store import wire
+from phub_collective.rendezvous.store.board import Board, slot
 
 FLUSH_S = 5.0  # how long a closing server goes on handing out answers that are due
 

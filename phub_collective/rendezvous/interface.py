@@ -1,8 +1,8 @@
 """How the processes of one job find each other: a small key-value store that all ranks share.
 
 `LocalRendezvous` joins ranks that are threads of one process (tests, and jobs of one worker);
-`StoreRendezvous` joins processes through a `phub_collective.store.StoreServer`. Which one a
-process gets, and where the server runs, is decided in topology.py.
+`StoreRendezvous` joins processes through a `StoreServer` (store/). Which one a process gets, and
+where the server runs, is decided in topology.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from phub_collective.errors import PeerLost, PeerTimeout
-from phub_collective.store import Board, Collected, StoreClient, StoreServer, slot
+from phub_collective.rendezvous.store import Board, Collected, StoreClient, StoreServer, slot
 
 LINGER_S = 5.0  # how long the rank that serves the store stays for the others when it leaves
 

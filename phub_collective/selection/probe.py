@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from phub_collective.backends.base import Backend, Buffer, Kind, Operation
-from phub_collective.costmodel import Point
 from phub_collective.rendezvous import Rendezvous
+from phub_collective.selection.costmodel import Point
 
 SIZES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20)  # bytes
 WARM_UP = 3  # operations before everything: a name's first uses may set something up

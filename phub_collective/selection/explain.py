@@ -10,15 +10,25 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from phub_collective.config import Config
-from phub_collective.costmodel import Curve
-from phub_collective.identity import identify
-from phub_collective.probe import SIZES
-from phub_collective.rules import UNITS
-from phub_collective.selector import Selector
+from phub_collective.rendezvous.identity import identify
+from phub_collective.selection.costmodel import Curve
+from phub_collective.selection.probe import SIZES
+from phub_collective.selection.rules import UNITS
+from phub_collective.selection.selector import Selector
 from phub_collective.session import Session
 
 
-def run(args: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `phub explain`."""
+    parser.add_argument(
+        "-np", type=int, default=2, metavar="N", help="ranks, unless it runs inside a job (2)"
+    )
+    parser.add_argument("--backend", metavar="TEXT", help="in place of PHUB_BACKEND")
+    parser.add_argument("--lane", choices=["auto", "shm", "tcp"], help="in place of PHUB_LANE")
+    parser.add_argument("--fresh", action="store_true", help="measure, whatever is cached")
+
+
+def main(args: argparse.Namespace) -> int:
     """In a job: take part and let rank 0 print. Outside of one: start a job that does so."""
     if args.np > 1 and identify(os.environ).launcher == "single":
         return _start_job(args)

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError
-from phub_collective.hosts import ranks_of_this_host
-from phub_collective.identity import Identity, identify
-from phub_collective.meeting import TorchStore, Waits, through_mpi, through_torch
 from phub_collective.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous
+from phub_collective.rendezvous.hosts import ranks_of_this_host
+from phub_collective.rendezvous.identity import Identity, identify
+from phub_collective.rendezvous.meeting import TorchStore, Waits, through_mpi, through_torch
 
 __all__ = ["Identity", "connect", "identify", "usable_cpus"]
 

@@ -6,18 +6,18 @@ cached file), and every rank compares a hash of what it was given and of its own
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phub_collective import backends, costmodel, probe_cache
+from phub_collective import backends
 from phub_collective.backends.base import Backend, Context
-from phub_collective.costmodel import Curve, Point
 from phub_collective.errors import ConfigError, MismatchError, PhubError
-from phub_collective.probe import probe
-from phub_collective.rules import AUTO, parse
+from phub_collective.selection import cache, costmodel
+from phub_collective.selection.costmodel import Curve, Point
+from phub_collective.selection.probe import probe
+from phub_collective.selection.rules import AUTO, parse
 
 # Where the table may change: eight sizes per doubling, from 1 byte to 4 GiB.
 GRID = sorted({int(2 ** (step / 8)) for step in range(8 * 32 + 1)})
@@ -114,8 +114,8 @@ class Selector:
             return Table(((0, alone),), {}, reasons, "one rank: any backend will do")
         if len(candidates) == 1:
             return Table(((0, candidates[0]),), {}, reasons, "only one candidate")
-        key = probe_cache.key(context, candidates)
-        points, source = (None, "") if fresh else probe_cache.load(context, key)
+        key = cache.key(context, candidates)
+        points, source = (None, "") if fresh else cache.load(context, key)
         if points is None:
             opened, failed = self._open(candidates, backend_of)
             reasons = {**reasons, **failed}
@@ -123,7 +123,7 @@ class Selector:
                 raise ConfigError(f"[selector] no backend can be used: {_join(reasons)}")
             points, source = probe(opened, context.rendezvous), "measured now"
             if not failed:  # else the next job shall try it again
-                probe_cache.store(context, key, points)
+                cache.store(context, key, points)
         curves = curves_of(points, context.size)
         rows = costmodel.decisions(curves, GRID)
         return Table(((0, rows[0][1]), *rows[1:]), curves, reasons, source)
@@ -180,20 +180,3 @@ def curves_of(points: Mapping[str, Sequence[Point]], size: int) -> dict[str, Cur
 
 def _join(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-
-
-def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `phub explain`."""
-    parser.add_argument(
-        "-np", type=int, default=2, metavar="N", help="ranks, unless it runs inside a job (2)"
-    )
-    parser.add_argument("--backend", metavar="TEXT", help="in place of PHUB_BACKEND")
-    parser.add_argument("--lane", choices=["auto", "shm", "tcp"], help="in place of PHUB_LANE")
-    parser.add_argument("--fresh", action="store_true", help="measure, whatever is cached")
-
-
-def explain_main(args: argparse.Namespace) -> int:
-    """Run `phub explain`; returns the exit code."""
-    from phub_collective.explain import run
-
-    return run(args)

@@ -18,9 +18,9 @@ from datetime import timedelta
 from typing import Any
 
 from phub_collective.errors import BackendUnavailable, ConfigError, PeerTimeout
-from phub_collective.hosts import host_hint
 from phub_collective.rendezvous import StoreRendezvous
-from phub_collective.store import StoreServer
+from phub_collective.rendezvous.hosts import host_hint
+from phub_collective.rendezvous.store import StoreServer
 
 SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 NOTICE_BYTES = 4096  # room for addresses and secret in the MPI broadcast

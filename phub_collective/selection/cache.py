@@ -17,8 +17,8 @@ from pathlib import Path
 
 import phub_collective
 from phub_collective.backends.base import Context
-from phub_collective.costmodel import Point
-from phub_collective.hosts import host_hint
+from phub_collective.rendezvous.hosts import host_hint
+from phub_collective.selection.costmodel import Point
 
 # Settings that change how fast a backend is.
 SETTINGS = ("lane", "pbox", "pbox_cores", "chunk_bytes", "congestion", "socket_buffer", "spin_us")
