@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +14,10 @@ from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS, Identity, join, open_lane
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
 from phub_collective.backends.pbox.server import NO_BELL, lane_payload
+from phub_collective.backends.waiting import Missing, Waiter
 from phub_collective.config import Config
 from phub_collective.errors import (
+    ConfigError,
     DuplicateName,
     PeerLost,
     PeerTimeout,
@@ -25,8 +25,6 @@ from phub_collective.errors import (
     ProtocolError,
     to_code,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,7 +115,7 @@ class Connection:
                 self._fail(PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}"))
         except PhubError as error:
             self._fail(error)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever the server sends, those who wait must be told
             text = f"[pbox] rank {self.rank} got a malformed message from the server: {error!r}"
             self._fail(ProtocolError(text))
 
@@ -141,28 +139,44 @@ class Connection:
             self._news.notify_all()
 
     def _registered(self, message: protocol.Message, descriptors: list[int]) -> None:
+        """Tell the callback what became of its table. Whatever is wrong with the answer, the
+        callback is told here, or is still there for `_fail` to tell."""
+        name = str(message["name"])
         with self._lock:
-            spec, callback = self._callbacks.pop(str(message["name"]), (None, None))
-        if spec is None or callback is None:
-            # Another rank's mismatch, before this rank registered: said again when it does.
-            return protocol.close_all(descriptors)
+            spec, callback = self._callbacks.get(name, (None, None))
+        table: RegisteredTable | None = None
+        error: PhubError | None = None
         try:
+            if spec is None or callback is None:
+                # Another rank's mismatch, before this rank registered: said again when it does.
+                return
             protocol.raise_error(message)
-            ids, local = TableIds(*message["ids"]), bool(message["local"])
-            answers = []
-            if local and not spec.model:
-                size = layout(spec.keys)[1]
-                read_only = self._core.Access.READ_ONLY
-                answers = [self._core.Memory.attach(fd, size, read_only) for fd in descriptors]
-                descriptors = []
-            info = native_table(
-                spec, ids, self.workers, self.cores, len(self._welcome.interfaces), local
-            )
-            self.client.add(info, answers)
-        except PhubError as error:
-            protocol.close_all(descriptors)
-            return callback(None, error)
-        return callback(RegisteredTable(ids, local and spec.model, descriptors), None)
+            table = self._adopt(spec, message, descriptors)
+        except PhubError as refused:
+            error = refused
+        finally:
+            protocol.close_all(descriptors)  # those that nobody has taken
+        with self._lock:
+            told = self._callbacks.pop(name, None) is None  # by `_fail`, meanwhile
+        if not told:
+            callback(table, error)
+        elif table is not None:
+            protocol.close_all(table.descriptors)
+
+    def _adopt(
+        self, spec: TableSpec, message: protocol.Message, descriptors: list[int]
+    ) -> RegisteredTable:
+        """Make the native client know a table. Takes the descriptors that it uses off the list."""
+        ids, local = TableIds(*message["ids"]), bool(message["local"])
+        answers = []
+        while local and not spec.model and descriptors:
+            size, read_only = layout(spec.keys)[1], self._core.Access.READ_ONLY
+            answers.append(self._core.Memory.attach(descriptors.pop(0), size, read_only))
+        interfaces = len(self._welcome.interfaces)
+        info = native_table(spec, ids, self.workers, self.cores, interfaces, local)
+        self.client.add(info, answers)
+        kept, descriptors[:] = list(descriptors), []
+        return RegisteredTable(ids, local and spec.model, kept)
 
     def _fail(self, error: PhubError) -> None:
         self.client.fail(to_code(error), getattr(error, "rank", -1), str(error))
@@ -223,7 +237,7 @@ class Connection:
 
     # --- waiting ---
 
-    def stalled(self, seconds: float = 2.0) -> list[tuple[str, list[int]]]:
+    def stalled(self, seconds: float) -> list[tuple[str, list[int]]]:
         """What the job waits for and which ranks have not come; empty when the server is silent."""
         with self._lock:
             self._stalled = None
@@ -233,30 +247,16 @@ class Connection:
         return self._stalled or []
 
     def wait(self, step: Callable[[float], bool], what: str, timeout: float | None = None) -> None:
-        """Call `step(seconds)`, which waits at most so long, until it returns True.
+        """See `Waiter.wait`; it is the PBox that knows what is missing from whom."""
+        Waiter("pbox", self.rank, self.config).wait(step, what, self._missing, timeout)
 
-        Warns after config.stall_warning seconds, naming what is missing from whom.
-
-        Raises:
-            PeerTimeout: after `timeout` seconds (None: config.stall_timeout).
-        """
-        limit = self.config.stall_timeout if timeout is None else timeout
-        start = time.monotonic()
-        warned = False
-        while True:
-            elapsed = time.monotonic() - start
-            pause = limit if warned else min(limit, self.config.stall_warning)
-            if step(max(0.0, pause - elapsed)):
-                return
-            elapsed = time.monotonic() - start
-            if elapsed < pause:
-                continue
-            found = self.stalled()
-            text = f"[pbox] rank {self.rank} has waited {elapsed:.1f} s for {what}{_missing(found)}"
-            if elapsed >= limit:
-                raise PeerTimeout(text, tuple(sorted({r for _, ranks in found for r in ranks})))
-            log.warning("%s; an error follows after %g s", text, limit)
-            warned = True
+    def _missing(self, seconds: float) -> Missing:
+        found = self.stalled(seconds)
+        if not found:
+            return Missing(text="nothing is missing at the PBox")
+        names = ", ".join(f"{name} from ranks {ranks}" for name, ranks in found[:8])
+        ranks = {rank for _, some in found for rank in some}
+        return Missing(tuple(sorted(ranks)), f"missing: {names}")
 
     def close(self) -> None:
         """Leave the job in good order; idempotent."""
@@ -264,6 +264,7 @@ class Connection:
             return
         self._closed = True
         self.client.close()
+        self._fail(ConfigError(f"[pbox] rank {self.rank} has left the job"))
         self._memories.clear()
         with contextlib.suppress(PhubError, OSError):
             self._send({"op": "bye"})
@@ -271,9 +272,3 @@ class Connection:
         if threading.current_thread() is not self._reader:
             self._reader.join(HANDSHAKE_SECONDS)
         self._control.close()
-
-
-def _missing(found: list[tuple[str, list[int]]]) -> str:
-    if not found:
-        return "; nothing is missing at the PBox"
-    return "; missing: " + ", ".join(f"{name} from ranks {ranks}" for name, ranks in found[:8])
