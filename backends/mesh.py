@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +22,13 @@ from phub_collective.backends.base import (
     DType,
     Kind,
     Operation,
-    ReduceOp,
     Work,
 )
 from phub_collective.backends.mesh_lanes import connect_all
 from phub_collective.backends.native import load
-from phub_collective.errors import ConfigError, PeerTimeout
-
-log = logging.getLogger(__name__)
+from phub_collective.backends.operations import check
+from phub_collective.backends.waiting import Missing, Waiter
+from phub_collective.errors import ConfigError
 
 Allreduce = Callable[[int, int, int], list[schedule.Step]]  # rank, size, count
 
@@ -40,7 +37,8 @@ RING_BYTES = 1 << 20
 PART_BYTES = 1 << 20
 WINDOW = 4  # parts of one operation in flight
 ALIGNMENT = 16  # elements; pieces of parts begin at multiples of it
-SLICE_S = 0.5  # a wait returns to Python so often, for signals
+SWEEP_AT = 64  # works that are kept before those that are done are dropped
+MAX_NAMES = 1 << 20  # kMaxNames in native/mesh.cpp: other ranks take no more
 CLOSE_S = 5.0
 
 KINDS = {Kind.ALLREDUCE: 0, Kind.BROADCAST: 1, Kind.BARRIER: 2}  # CollectiveKind in operation.h
@@ -56,24 +54,15 @@ class MeshWork:
         return bool(self._backend.native.done(self._native))
 
     def wait(self, timeout: float | None = None) -> None:
-        config, native = self._backend.context.config, self._backend.native
-        limit = config.stall_timeout if timeout is None else timeout
-        start, warned = time.monotonic(), False
-        while True:
-            left = limit - (time.monotonic() - start)
-            if native.wait(self._native, max(0.0, min(left, SLICE_S))):
-                break
-            elapsed = time.monotonic() - start
-            if elapsed >= limit or (elapsed >= config.stall_warning and not warned):
-                ranks = tuple(native.missing(self._native))
-                text = (
-                    f"[{self._backend.name}] rank {self._backend.context.rank} has waited "
-                    f"{elapsed:.1f} s for {self._name!r}; missing: ranks {list(ranks)}"
-                )
-                if elapsed >= limit:
-                    raise PeerTimeout(text, ranks)
-                log.warning("%s; an error follows after %g s", text, limit)
-                warned = True
+        native, operation = self._backend.native, self._native
+
+        def step(seconds: float) -> bool:
+            return bool(native.wait(operation, seconds))
+
+        def missing(_: float) -> Missing:
+            return Missing(tuple(native.missing(operation)))
+
+        self._backend.waiter.wait(step, repr(self._name), missing, timeout)
 
 
 class MeshBackend(Backend):
@@ -81,17 +70,21 @@ class MeshBackend(Backend):
 
     Attributes:
         native: the executor, for counters.
+        waiter: how this rank waits.
     """
 
     def __init__(self, context: Context, name: str, allreduce: Allreduce) -> None:
         self.context, self.name = context, name
+        self.waiter = Waiter(name, context.rank, context.config)
         self._allreduce = allreduce
         self._core = load()
         self._engine = self._core.Engine(context.config.spin_us)
         self.native = self._core.Mesh(self._engine, context.rank, context.size, FRAME_BYTES, WINDOW)
         self._plan = functools.lru_cache(1024)(self._make_plan)
-        self._works: list[MeshWork] = []  # that may be in flight
         self._lock = threading.Lock()
+        self._names: set[str] = set()
+        self._works: list[MeshWork] = []  # that may be in flight
+        self._sweep_at = SWEEP_AT
         self._connect()
 
     def _connect(self) -> None:
@@ -110,14 +103,11 @@ class MeshBackend(Backend):
                 )
 
     def submit(self, operation: Operation) -> Work:
+        check(operation, self.context.size, self.name)
+        self._note(operation.name)
         buffer = operation.buffer
-        if operation.kind is Kind.BARRIER:
+        if buffer is None or operation.kind is Kind.BARRIER:
             buffer = Buffer(np.zeros(1, np.uint8), DType.UINT8)
-        if buffer is None:
-            raise ConfigError(
-                f"[{self.name}] {operation.kind.value} {operation.name!r} needs a buffer"
-            )
-        self._check(operation, buffer)
         part = part_count(buffer.count, buffer.dtype, self.context.size)
         last = buffer.count - (max(1, -(-buffer.count // part)) - 1) * part
         spec = self._core.MeshSpec(
@@ -138,22 +128,15 @@ class MeshBackend(Backend):
         self._keep(work)
         return work
 
-    def _check(self, operation: Operation, buffer: Buffer) -> None:
-        if not 0 <= operation.root < self.context.size:
-            raise ConfigError(
-                f"[{self.name}] root {operation.root} is no rank of 0..{self.context.size - 1}"
-            )
-        if operation.kind is not Kind.ALLREDUCE:
-            return
-        if operation.op is ReduceOp.AVERAGE and buffer.dtype is DType.BOOL:
-            raise ConfigError(
-                f"[{self.name}] booleans have no average; use SUM (or) or PRODUCT (and)"
-            )
-        if not buffer.dtype.is_floating and (operation.prescale, operation.postscale) != (1, 1):
-            raise ConfigError(
-                f"[{self.name}] {operation.name!r}: prescale and postscale are for floating "
-                f"types, got {buffer.dtype.name.lower()}"
-            )
+    def _note(self, name: str) -> None:
+        """Names are never forgotten; the one too many is refused here, not by the other ranks."""
+        with self._lock:
+            if len(self._names) >= MAX_NAMES and name not in self._names:
+                raise ConfigError(
+                    f"[{self.name}] rank {self.context.rank} submitted {name!r} after {MAX_NAMES} "
+                    "other names; give an operation the same name each time"
+                )
+            self._names.add(name)
 
     def _make_plan(self, kind: Kind, root: int, count: int) -> Any:
         rank, size = self.context.rank, self.context.size
@@ -169,8 +152,10 @@ class MeshBackend(Backend):
     def _keep(self, work: MeshWork) -> None:
         """Keep `work` until it is done, also when the caller drops it."""
         with self._lock:
-            if len(self._works) >= 64:
+            if len(self._works) >= self._sweep_at:
                 self._works = [one for one in self._works if not one.done()]
+                # Twice what is left, so that many in flight are not all asked at every submit.
+                self._sweep_at = max(SWEEP_AT, 2 * len(self._works))
             self._works.append(work)
 
     def close(self) -> None:
