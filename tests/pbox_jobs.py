@@ -9,11 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from phub_collective.backends.base import DType, ExchangeSpec, Hyper, Key, ReduceOp
+from phub_collective.backends.base import (
+    Buffer,
+    Context,
+    DType,
+    ExchangeSpec,
+    Hyper,
+    Key,
+    Kind,
+    Operation,
+    ReduceOp,
+)
+from phub_collective.backends.pbox.backend import PboxBackend
 from phub_collective.backends.pbox.connection import Connection
 from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
@@ -121,6 +132,11 @@ class Job:
         """All ranks, connected."""
         return together(self.size, self.service)
 
+    def backend(self, rank: int) -> PboxBackend:
+        """A rank's backend, without the rendezvous through which ranks find the PBox."""
+        context = Context(rank, self.size, rank, self.size, cast(Any, None), self.config)
+        return PboxBackend(context, self.connect(rank), None)
+
     def exchange(self, rank: int, spec: ExchangeSpec) -> Model:
         return Model(self.connect(rank), spec)
 
@@ -186,6 +202,11 @@ def spec_of(
         for index, shape in enumerate(shapes)
     ]
     return ExchangeSpec(name, keys, **{"op": ReduceOp.AVERAGE, **fields})
+
+
+def allreduce(name: str, *values: float) -> Operation:
+    """The sum of a few numbers."""
+    return Operation(Kind.ALLREDUCE, name, Buffer.of(np.array(values, np.float32)))
 
 
 class Bystander:

@@ -32,18 +32,16 @@ from phub_collective.backends.pbox.protocol import error_message, new_token, rai
 from phub_collective.backends.pbox.service import create_service
 from phub_collective.errors import ConfigError, DuplicateName, PhubError
 
-MAX_NAMES = 65536  # ad-hoc names of one job; each keeps two answers' memory on the server
-
 
 @dataclass
 class AdHoc:
     """The table of one ad-hoc name, from its first announcement on."""
 
     spec: TableSpec
-    registered: threading.Event = field(default_factory=threading.Event)
+    registered: threading.Event = field(default_factory=threading.Event)  # or refused
     ids: TableIds | None = None
-    error: PhubError | None = None
-    work: PboxWork | None = None  # the latest use
+    error: PhubError | None = None  # why it was refused
+    work: PboxWork = field(init=False)  # the latest use
 
 
 class PboxWork:
@@ -60,37 +58,45 @@ class PboxWork:
         self._connection, self._table, self._operation = connection, table, operation
         self._memory, self._flags = memory, flags
         self._finished = False
+        self._error: PhubError | None = None
 
     def start(self) -> None:
-        """Push; the table is registered."""
+        """Push; the table is registered. What goes wrong is for `wait`."""
         assert self._table.ids is not None
         try:
             self._connection.client.push(self._table.ids.id, 0, self._flags, self._memory)
         except PhubError as error:
-            self._table.error = error
+            self._error = error
 
     def done(self) -> bool:
         table = self._table
-        if self._finished or table.error is not None:
+        if self._finished or self._error is not None or table.error is not None:
             return True
         if not table.registered.is_set():
             return False
         assert table.ids is not None
-        self._finished = bool(self._connection.client.done(table.ids.id, 0))
-        return self._finished
+        return bool(self._connection.client.done(table.ids.id, 0))
 
     def wait(self, timeout: float | None = None) -> None:
         table, client = self._table, self._connection.client
         name = self._operation.name
         if not table.registered.is_set():
             self._connection.wait(table.registered.wait, f"all ranks to submit {name!r}", timeout)
-        if table.error is not None:
-            raise table.error
+        error = self._error or table.error
+        if error is not None:
+            raise error
         ids = table.ids
         assert ids is not None
-        if not self._finished or table.work is self:
+        if not self._finished:
             self._connection.wait(lambda s: bool(client.wait(ids.id, 0, s)), f"{name!r}", timeout)
         self._finished = True
+
+    def settle(self) -> None:
+        """Note how it ended (it is done): the next use of the name has the same key."""
+        try:
+            self.wait(0.0)
+        except PhubError as error:
+            self._error = error
 
 
 class PboxBackend(Backend):
@@ -121,44 +127,49 @@ class PboxBackend(Backend):
         memory = buffer.bytes if buffer is not None else np.zeros(1, np.uint8)
         send = operation.kind is not Kind.BROADCAST or operation.root == self.context.rank
         with self._lock:
-            table, known = self._table(spec)
-            work = PboxWork(
-                self.connection, table, operation, memory, 0 if send else self._core.NO_GRAD
-            )
-            table.work = work
-        if known:
-            work.start()
+            known = self._known(spec.name)
+            table = known if known is not None and known.spec == spec else AdHoc(spec)
+            self._tables[spec.name] = table
+            flags = 0 if send else self._core.NO_GRAD
+            work = table.work = PboxWork(self.connection, table, operation, memory, flags)
+            if table is known:
+                work.start()
+        if table is not known:
+            self._announce(table, known.ids if known is not None else None)
         return work
 
-    def _table(self, spec: TableSpec) -> tuple[AdHoc, bool]:
-        """The table of a name, announced now unless it is known with this shape."""
-        table = self._tables.get(spec.name)
-        if table is not None and table.work is not None and not table.work.done():
+    def _known(self, name: str) -> AdHoc | None:
+        """The table that a name has meant so far; its last use is over."""
+        table = self._tables.get(name)
+        if table is None:
+            return None
+        if not table.work.done():
             raise DuplicateName(
-                f"[pbox] rank {self.context.rank} submitted {spec.name!r} again before its last "
+                f"[pbox] rank {self.context.rank} submitted {name!r} again before its last "
                 "use was finished; wait for it, or give the two different names"
             )
-        if table is not None and table.error is None and table.spec == spec:
-            return table, True
-        if table is None and len(self._tables) >= MAX_NAMES:
-            raise ConfigError(
-                f"[pbox] {MAX_NAMES} different names were used; "
-                "give an operation the same name each time"
-            )
-        known = table.ids if table is not None else None
-        table = self._tables[spec.name] = AdHoc(spec)
-        self.connection.register(spec, functools.partial(self._on_registered, table), known)
-        return table, False
+        table.work.settle()
+        return table
+
+    def _announce(self, table: AdHoc, instead_of: TableIds | None) -> None:
+        """Register a table. Without the lock, since sending takes long when the PBox does."""
+        told = functools.partial(self._on_registered, table)
+        try:
+            self.connection.register(table.spec, told, instead_of)
+        except PhubError as error:
+            told(None, error)
+            raise
 
     def _on_registered(
         self, table: AdHoc, registered: RegisteredTable | None, error: PhubError | None
     ) -> None:
-        with self._lock:  # submit() has set the work
-            table.error = error
+        with self._lock:
             if registered is not None:
                 table.ids = registered.ids
-                assert table.work is not None
                 table.work.start()
+            elif self._tables.get(table.spec.name) is table:
+                table.error = error
+                del self._tables[table.spec.name]
         table.registered.set()
 
     def _spec(self, operation: Operation) -> TableSpec:

@@ -143,23 +143,23 @@ class Connection:
         callback is told here, or is still there for `_fail` to tell."""
         name = str(message["name"])
         with self._lock:
-            spec, callback = self._callbacks.get(name, (None, None))
+            expected = self._callbacks.get(name)
         table: RegisteredTable | None = None
         error: PhubError | None = None
         try:
-            if spec is None or callback is None:
+            if expected is None:
                 # Another rank's mismatch, before this rank registered: said again when it does.
                 return
             protocol.raise_error(message)
-            table = self._adopt(spec, message, descriptors)
+            table = self._adopt(expected[0], message, descriptors)
         except PhubError as refused:
             error = refused
         finally:
             protocol.close_all(descriptors)  # those that nobody has taken
         with self._lock:
-            told = self._callbacks.pop(name, None) is None  # by `_fail`, meanwhile
-        if not told:
-            callback(table, error)
+            untold = self._callbacks.pop(name, None) is not None  # by `_fail`, meanwhile
+        if untold:
+            expected[1](table, error)
         elif table is not None:
             protocol.close_all(table.descriptors)
 
@@ -169,12 +169,16 @@ class Connection:
         """Make the native client know a table. Takes the descriptors that it uses off the list."""
         ids, local = TableIds(*message["ids"]), bool(message["local"])
         answers = []
-        while local and not spec.model and descriptors:
-            size, read_only = layout(spec.keys)[1], self._core.Access.READ_ONLY
-            answers.append(self._core.Memory.attach(descriptors.pop(0), size, read_only))
-        interfaces = len(self._welcome.interfaces)
-        info = native_table(spec, ids, self.workers, self.cores, interfaces, local)
-        self.client.add(info, answers)
+        try:
+            while local and not spec.model and descriptors:
+                size, read_only = layout(spec.keys)[1], self._core.Access.READ_ONLY
+                answers.append(self._core.Memory.attach(descriptors.pop(0), size, read_only))
+            interfaces = len(self._welcome.interfaces)
+            info = native_table(spec, ids, self.workers, self.cores, interfaces, local)
+            self.client.add(info, answers)
+        except PhubError:
+            self.close_table(spec.name, ids)  # the others shall not wait for this rank
+            raise
         kept, descriptors[:] = list(descriptors), []
         return RegisteredTable(ids, local and spec.model, kept)
 

@@ -18,6 +18,7 @@ from phub_collective.backends.base import (
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox.connection import Connection, RegisteredTable
 from phub_collective.backends.pbox.keytable import TableSpec
+from phub_collective.backends.pbox.protocol import close_all
 from phub_collective.errors import ConfigError, PhubError
 
 
@@ -43,7 +44,12 @@ class PboxExchange(Exchange):
         registered = self._register()
         self._ids, self._in_place = registered.ids, registered.arena
         self.offsets, size = layout(spec.keys)
-        self._map(registered, size)
+        try:
+            self._map(registered, size)
+        except BaseException:
+            close_all(registered.descriptors)
+            connection.close_table(spec.name, self._ids)  # the others shall not wait for this rank
+            raise
         self._views = [
             self.arena[o : o + key.nbytes] for o, key in zip(self.offsets, spec.keys, strict=True)
         ]
@@ -88,23 +94,19 @@ class PboxExchange(Exchange):
 
     def _map(self, registered: RegisteredTable, size: int) -> None:
         memory, access = self._core.Memory, self._core.Access
-        descriptors = registered.descriptors
+        descriptors = registered.descriptors  # `attach` closes one, whatever becomes of it
         if registered.arena:
-            self._arena_memory = memory.attach(descriptors[0], size, access.READ_WRITE)
+            self._arena_memory = memory.attach(descriptors.pop(0), size, access.READ_WRITE)
         else:
             self._arena_memory = memory.anonymous(size)
         self._connection.hold(self._ids, self._arena_memory)
         self.arena = np.frombuffer(self._arena_memory, np.uint8)
-        self._weight_memories = [
-            memory.attach(fd, size, access.COPY_ON_WRITE) for fd in descriptors[1:]
-        ]
+        self._weight_memories = []
+        while descriptors:
+            weights = memory.attach(descriptors.pop(0), size, access.COPY_ON_WRITE)
+            self._weight_memories.append(weights)
         self._weights = [np.frombuffer(m, np.uint8) for m in self._weight_memories]
         self.result = self._weights[0] if self._weights else self.arena
-
-    @property
-    def in_place(self) -> bool:
-        """True when cores read the arena itself (shm lanes on the PBox's host)."""
-        return self._in_place
 
     @property
     def counters(self) -> Counters:  # type: ignore[override]

@@ -32,6 +32,8 @@ from phub_collective.errors import (
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSALS = 64  # of one name, that a rank has yet to be told
+
 
 class Member:
     """A worker's control connection."""
@@ -89,7 +91,7 @@ class Tenant:
         self._left: set[int] = set()
         self._tables: dict[str, Registered] = {}
         self._waiting: dict[str, dict[int, TableSpec]] = {}
-        self._refused: dict[str, Refusal] = {}
+        self._refused: dict[str, list[Refusal]] = {}  # the oldest first
         self._next = TableIds(0, 0, 0, 0)
         self._error: PhubError | None = None
         self._ended = False
@@ -176,7 +178,9 @@ class Tenant:
                 del self._waiting[spec.name]
                 untold = set(range(self.workers)) - specs.keys()
                 if untold:
-                    self._refused[spec.name] = Refusal(error, untold)
+                    self._refused.setdefault(spec.name, []).append(Refusal(error, untold))
+                if len(self._refused.get(spec.name, ())) > MAX_REFUSALS:
+                    self.fail(error)  # some ranks try again and again, others never come
                 return self._refuse(spec.name, list(specs), error)
             del self._waiting[spec.name]
             self._tables[spec.name] = registered
@@ -195,12 +199,12 @@ class Tenant:
             raise PeerLost(
                 f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has left", gone
             )
-        refused = self._refused.get(spec.name)
-        if refused is not None and member.rank in refused.untold:
-            refused.untold.discard(member.rank)
-            if not refused.untold:
-                del self._refused[spec.name]
-            raise refused.error
+        for refusal in self._refused.get(spec.name, ()):
+            if member.rank in refusal.untold:
+                refusal.untold.discard(member.rank)
+                if not refusal.untold:
+                    self._refused[spec.name].remove(refusal)
+                raise refusal.error
         check_numbers(spec)
         old = self._tables.get(spec.name)
         if member.rank in self._waiting.get(spec.name, {}) or (
