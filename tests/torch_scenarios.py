@@ -4,13 +4,17 @@ asserts for itself; what it returns is compared between the ranks by the test.""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import phub_collective.torch as hvd
+from phub_collective.backends.base import Operation, Work
+from phub_collective.backends.operations import describe
 from phub_collective.errors import ConfigError, MismatchError
+from phub_collective.torch import context
 
 
 def identity() -> tuple[int, ...]:
@@ -157,6 +161,56 @@ def refuse_bad_tensors() -> None:
         hvd.allreduce(torch.ones(1), op="sum")  # type: ignore[arg-type]
 
 
+def refuse_different_operations(goes_on: bool) -> list[str]:
+    """The errors of unnamed operations that are others on the last rank. First none has had a
+    success before; then, if the job `goes_on` after the error of a name in use, all have."""
+    odd = hvd.rank() == hvd.size() - 1
+    attempts: list[Callable[[], object]] = [
+        lambda: hvd.allreduce(torch.ones(100_001 if odd else 100_000)),
+        lambda: hvd.allreduce(torch.ones(10, dtype=torch.float64 if odd else torch.float32)),
+        lambda: hvd.allreduce(torch.ones(10), op=hvd.Sum if odd else hvd.Average),
+        lambda: hvd.broadcast(torch.ones(10), 0) if odd else hvd.allreduce(torch.ones(10)),
+        lambda: hvd.barrier() if odd else hvd.allreduce_(torch.ones(10)),
+        lambda: hvd.grouped_allreduce([torch.ones(4)] * (3 if odd else 2)),
+        lambda: hvd.allreduce(torch.ones(11 if odd else 10)),
+    ]
+    texts = []
+    for attempt in attempts + (attempts if goes_on else attempts[-1:]):
+        if len(texts) >= len(attempts):
+            for count in (10, 20, 10, 10):
+                assert hvd.allreduce(torch.ones(count))[0] == 1
+        with pytest.raises(MismatchError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    return texts
+
+
+def count_registrations() -> list[int]:
+    """How many names are taken in each round of a loop of unlike unnamed operations."""
+    used: list[str] = []
+    session = context.face().session
+    submit = session.submit
+
+    def count(operation: Operation) -> Work:
+        used.append(f"{operation.name} {describe(operation)}")
+        return submit(operation)
+
+    rounds = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "submit", count)
+        for _ in range(8):
+            known = set(used)
+            hvd.allreduce(torch.ones(3), op=hvd.Sum)
+            hvd.allreduce(torch.ones(3), op=hvd.Average)
+            hvd.allreduce(torch.ones(5), op=hvd.Sum, prescale_factor=0.5)
+            handles = [hvd.allreduce_async(torch.ones(count)) for count in (5, 6, 5)]
+            hvd.barrier()
+            for handle in handles:
+                hvd.synchronize(handle)
+            rounds.append(len(set(used) - known))
+    return rounds
+
+
 # ---- state
 
 
@@ -182,13 +236,10 @@ def broadcast_model() -> None:
 
 
 def refuse_different_models() -> str:
-    """All ranks but the root see it; the root goes on, so it must not be waited for."""
-    parameters = {"w": torch.ones(3 if hvd.rank() else 2)}
-    if hvd.rank() == 0:
-        hvd.broadcast_object(["'w' float32 (2,)"], 0, "broadcast_parameters")
-        return ""
+    """Every rank, the root too, gets the error; the job goes on."""
     with pytest.raises(MismatchError) as caught:
-        hvd.broadcast_parameters(parameters, 0)
+        hvd.broadcast_parameters({"w": torch.ones(3 if hvd.rank() == 1 else 2)}, 0)
+    hvd.broadcast_parameters({"w": torch.ones(2)}, 0)
     return str(caught.value)
 
 

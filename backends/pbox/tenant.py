@@ -199,11 +199,14 @@ class Tenant:
             raise PeerLost(
                 f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has left", gone
             )
-        for refusal in self._refused.get(spec.name, ()):
+        refusals = self._refused.get(spec.name, [])
+        for refusal in refusals:
             if member.rank in refusal.untold:
                 refusal.untold.discard(member.rank)
                 if not refusal.untold:
-                    self._refused[spec.name].remove(refusal)
+                    refusals.remove(refusal)
+                    if not refusals:
+                        del self._refused[spec.name]
                 raise refusal.error
         check_numbers(spec)
         old = self._tables.get(spec.name)

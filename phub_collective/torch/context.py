@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phub_collective.errors import ConfigError
-from phub_collective.torch.names import OperationNames
+from phub_collective.torch.names import OperationNames, UnnamedWork
 
 if TYPE_CHECKING:
+    from phub_collective.backends.base import Operation, Work
     from phub_collective.session import Session
 
 
@@ -23,16 +24,21 @@ class Face:
 
     Attributes:
         session: the connection to the other ranks.
-        names: names for operations without one.
         process: the process that called `init`; a forked child must not say farewell for it.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.names = OperationNames()
         self.process = os.getpid()
+        self._names = OperationNames()
         self._exchanges = 0
         self._cross: tuple[int, int] | None = None
+
+    def submit(self, operation: Operation) -> Work:
+        """Start an operation; one whose name is empty is given a name."""
+        if operation.name:
+            return self.session.submit(operation)
+        return UnnamedWork(self._names, self.session, operation)
 
     def exchange_name(self) -> str:
         """A name for the next optimizer's exchange: ranks open them in the same order."""

@@ -73,7 +73,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
         root_rank: whose values.
 
     Raises:
-        MismatchError: a rank's parameters differ from the root's in name, dtype or shape.
+        MismatchError: a rank's parameters differ from the root's in name, dtype or shape; all
+            ranks get it.
     """
     named = _named_tensors(params)
     mine = [f"{name!r} {short_name(t.dtype)} {tuple(t.shape)}" for name, t in named]
@@ -105,12 +106,17 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 
 
 def _compare(mine: Sequence[str], theirs: Sequence[str], root: int) -> None:
+    """Raise MismatchError on every rank when the description `mine` of any of them is not the
+    root's (`theirs`). Collective."""
+    where = ""
     if mine != theirs:
         me = f"rank {face().session.rank}"
         where = first_difference(mine, theirs, me, f"rank {root} (the root)")
-        raise MismatchError(
-            f"[torch] broadcast_parameters: {where}; build the same model everywhere"
-        )
+    for found in allgather_object(where, "broadcast_parameters.compared"):
+        if found:
+            raise MismatchError(
+                f"[torch] broadcast_parameters: {found}; build the same model everywhere"
+            )
 
 
 def _broadcast_all(tensors: Sequence[torch.Tensor], root: int) -> None:

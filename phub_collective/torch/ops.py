@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,12 +35,8 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-def _start(
-    tensors: Sequence[torch.Tensor], in_place: bool, name: str | None, plan: Operation
-) -> Handle:
-    """Submit `plan` for `tensors`, those of one dtype together; results come in their order."""
-    here = face()
-    what = f"tensor of {plan.kind.value} {name or '(unnamed)'}"
+def _check(tensors: Sequence[torch.Tensor], what: str, plan: Operation) -> None:
+    """Raise ConfigError for a tensor that `plan` cannot be done with."""
     for tensor in tensors:
         check_host(tensor, what)
         if plan.kind is Kind.ALLREDUCE:
@@ -48,32 +45,29 @@ def _start(
                 raise ConfigError(
                     f"[torch] {what} is {short_name(tensor.dtype)}; only floating types are scaled"
                 )
+
+
+def _start(
+    tensors: Sequence[torch.Tensor], in_place: bool, name: str | None, plan: Operation
+) -> Handle:
+    """Submit `plan` for `tensors`, those of one dtype together; results come in their order."""
+    here = face()
+    _check(tensors, f"tensor of {plan.kind.value} {name or '(unnamed)'}", plan)
     groups = by_dtype(tensors)
     stages = {d: Stage([tensors[i] for i in found], in_place) for d, found in groups.items()}
-    names, works = [], []
+    works = []
     for dtype, one in stages.items():
-        if name is None:
-            signature = f"{plan.kind.value}.{short_name(dtype)}.{one.flat.numel()}"
-            full = here.names.take(signature)
-            names.append(full)
-        else:
-            full = name if len(stages) == 1 else f"{name}.{short_name(dtype)}"
+        full = name
+        if name is not None and len(stages) > 1:
+            full = f"{name}.{short_name(dtype)}"
         # A broadcast moves bytes, so it can move types that are never reduced.
         buffer = buffer_of(one.flat, DTYPES.get(dtype, DType.UINT8))
-        works.append(
-            here.session.submit(
-                Operation(
-                    plan.kind, full, buffer, plan.op, plan.root, plan.prescale, plan.postscale
-                )
-            )
-        )
+        works.append(here.submit(replace(plan, name=full or "", buffer=buffer)))
 
     def finish() -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for dtype, one in stages.items():
             found.update(zip(groups[dtype], one.results(), strict=True))
-        for taken in names:
-            here.names.release(taken)
         return [found[index] for index in range(len(tensors))]
 
     return Handle(works, finish)
@@ -325,7 +319,4 @@ def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int) -> None:
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    here = face()
-    name = here.names.take("barrier")
-    here.session.submit(Operation(Kind.BARRIER, name)).wait()
-    here.names.release(name)
+    face().submit(Operation(Kind.BARRIER, "")).wait()

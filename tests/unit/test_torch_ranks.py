@@ -67,13 +67,27 @@ def test_collectives(ranks: TorchRanks, scenario: Callable[[], None]) -> None:
     ranks.run(scenario)
 
 
-def test_broadcast_of_different_models_names_both_sides(ranks: TorchRanks) -> None:
-    texts = ranks.run(scenarios.refuse_different_models)
-    for rank in range(1, SIZE):
-        assert (
-            f"rank {rank} has 'w' float32 (3,), rank 0 (the root) has 'w' float32 (2,)"
-            in (texts[rank])
-        )
+def test_broadcast_of_different_models_names_both_sides_everywhere(ranks: TorchRanks) -> None:
+    for text in ranks.run(scenarios.refuse_different_models):
+        assert "rank 1 has 'w' float32 (3,), rank 0 (the root) has 'w' float32 (2,)" in text
+
+
+@pytest.mark.parametrize("backend", usable("pbox", "ring", "halving_doubling", "gloo"))
+def test_unnamed_operations_that_differ_are_an_error_everywhere(backend: str) -> None:
+    """Long before anything counts as stalled."""
+    with TorchRanks(SIZE, backend=backend) as job:
+        goes_on = backend != "pbox"  # where the error of a name in use is the job's
+        for texts in zip(*job.run(scenarios.refuse_different_operations, goes_on), strict=True):
+            for text in texts:
+                assert "unnamed operation" in text
+                assert "rank 0" in text or "rank 1" in text
+                assert "rank 2" in text
+
+
+def test_a_loop_of_unnamed_operations_registers_nothing_in_the_end(ranks: TorchRanks) -> None:
+    for rounds in ranks.run(scenarios.count_registrations):
+        assert rounds[0] > 0
+        assert rounds[-3:] == [0, 0, 0]
 
 
 @every_backend
