@@ -2,8 +2,9 @@
 
 A backend is a module with two functions, ``is_available() -> str | None`` (None, or the reason why
 not) and ``create(context) -> Backend``, and one row in `phub_collective.backends.TABLE` (or an
-entry point of the group ``phub_collective.backends``). An operation is an argument (`Operation`),
-not a method, so the contract stays small.
+entry point of the group ``phub_collective.backends``). ``RUNS_OPTIMIZER = True`` in it says that
+``ExchangeSpec.place == "server"`` is possible. An operation is an argument (`Operation`), not a
+method, so the contract stays small.
 """
 
 from __future__ import annotations
@@ -36,13 +37,21 @@ class DType(enum.IntEnum):
     BOOL = 8
 
     @property
+    def stored(self) -> np.dtype:
+        """NumPy's type of the elements; of bfloat16, which NumPy lacks, that of its bits."""
+        return _STORED[self]
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return (4, 8, 2, 2, 4, 8, 1, 1, 1)[self]
+        return _STORED[self].itemsize
 
     @property
     def is_floating(self) -> bool:
         return self <= DType.BFLOAT16
+
+
+_STORED = [np.dtype("uint16" if dtype is DType.BFLOAT16 else dtype.name.lower()) for dtype in DType]
 
 
 class ReduceOp(enum.IntEnum):
@@ -110,8 +119,7 @@ class Buffer:
 
     def array(self) -> np.ndarray:
         """1-D NumPy view of the elements (bfloat16 as uint16)."""
-        name = "uint16" if self.dtype is DType.BFLOAT16 else self.dtype.name.lower()
-        return self.bytes.view(np.dtype(name))
+        return self.bytes.view(self.dtype.stored)
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ class Work(Protocol):
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until finished. Raises the operation's PhubError, or PeerTimeout after `timeout`
-        seconds (None: the context's timeout). Releases the GIL."""
+        seconds (None: config.stall_timeout). Releases the GIL."""
         ...
 
 
@@ -199,7 +207,7 @@ class ExchangeSpec:
         keys: the key table.
         op: SUM or AVERAGE of the gradients.
         place: "worker": the result is the reduced gradient. "server": the backend runs the
-            optimizer and the result is the new weights (only where `Backend.server_optimizer`).
+            optimizer and the result is the new weights (only where `backends.runs_optimizer`).
         shared_model: (place="server", one host) workers read weights where the core wrote them.
         bucket_bytes: gradients are sent in groups of this size by backends that work on buckets.
         prescale, postscale: as in `Operation`.
@@ -277,7 +285,6 @@ class Backend(abc.ABC):
     """One way of exchanging, connected to all ranks of the job. Thread-safe."""
 
     name: str
-    server_optimizer: bool = False  # ExchangeSpec.place == "server" is possible
 
     @abc.abstractmethod
     def submit(self, operation: Operation) -> Work:

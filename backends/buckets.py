@@ -20,6 +20,7 @@ from phub_collective.backends.base import (
     Work,
     layout,
 )
+from phub_collective.backends.operations import first_difference
 from phub_collective.errors import ConfigError, MismatchError
 
 
@@ -141,20 +142,12 @@ def describe(spec: ExchangeSpec) -> list[str]:
     return [head, *lines]
 
 
-def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
-    """A sentence naming the first line in which two descriptions differ."""
-    for index in range(max(len(mine), len(theirs))):
-        left = mine[index] if index < len(mine) else "nothing"
-        right = theirs[index] if index < len(theirs) else "nothing"
-        if left != right:
-            return f"entry {index}: {me} has {left}, {them} has {right}"
-    return "no difference"
-
-
 def compare_tables(context: Context, spec: ExchangeSpec) -> None:
     """Raise MismatchError, naming both sides, unless every rank opened the same exchange."""
     mine = describe(spec)
-    tables = context.rendezvous.all_gather(f"exchange/{spec.name}", "\n".join(mine).encode())
+    tables = context.rendezvous.all_gather(
+        f"exchange/{spec.name}", "\n".join(mine).encode(), context.config.stall_timeout
+    )
     for rank, table in enumerate(tables):
         theirs = table.decode().split("\n")
         if theirs != mine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phub_collective.backends.base import DType, Kind, Operation, ReduceOp
 from phub_collective.errors import ConfigError
 
@@ -44,3 +46,13 @@ def describe(operation: Operation) -> str:
     if operation.prescale != 1.0 or operation.postscale != 1.0:
         text += f" scaled {operation.prescale} and {operation.postscale}"
     return text
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str], me: str, them: str) -> str:
+    """A sentence naming the first line in which two descriptions differ."""
+    for index in range(max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "nothing"
+        right = theirs[index] if index < len(theirs) else "nothing"
+        if left != right:
+            return f"entry {index}: {me} has {left}, {them} has {right}"
+    return "no difference"

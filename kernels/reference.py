@@ -1,7 +1,7 @@
 """NumPy twins of the kernels: slow and obvious, the oracle of tests and of `phub bench kernels`.
 
-Arrays stand as they are on the wire: one dtype of NumPy for each `DType`, with uint16 holding the
-bits of bfloat16. Every operation rounds as its kernel does, so results are compared bitwise.
+Arrays stand as they are on the wire, in the types of `DType.stored`. Every operation rounds as its
+kernel does, so results are compared bitwise.
 """
 
 from __future__ import annotations
@@ -11,19 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phub_collective.backends import bfloat16
 from phub_collective.backends.base import DType, Hyper, ReduceOp
-
-STORED = {
-    DType.FLOAT32: np.float32,
-    DType.FLOAT64: np.float64,
-    DType.FLOAT16: np.float16,
-    DType.BFLOAT16: np.uint16,
-    DType.INT32: np.int32,
-    DType.INT64: np.int64,
-    DType.UINT8: np.uint8,
-    DType.INT8: np.int8,
-    DType.BOOL: np.uint8,
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ NO_SCALE = Scale()
 def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """In the accumulator's type: float32 for 16-bit floats, 0 or 1 for bool."""
     if dtype is DType.BFLOAT16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return bfloat16.widen(stored)
     if dtype is DType.FLOAT16:
         return stored.astype(np.float32)
     if dtype is DType.BOOL:
@@ -52,12 +41,11 @@ def widen(stored: np.ndarray, dtype: DType) -> np.ndarray:
 def narrow(accumulated: np.ndarray, dtype: DType) -> np.ndarray:
     """As stored on the wire; 16-bit floats are rounded to nearest even."""
     if dtype is DType.BFLOAT16:
-        bits = accumulated.view(np.uint32)
-        rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        quiet = (bits >> 16) | 0x40
-        return np.where(np.isnan(accumulated), quiet, rounded).astype(np.uint16)
-    with np.errstate(over="ignore"):
-        return accumulated.astype(STORED[dtype])
+        return bfloat16.narrow(accumulated)
+    if dtype is DType.FLOAT16:
+        with np.errstate(over="ignore"):
+            return accumulated.astype(np.float16)
+    return accumulated
 
 
 def reduce(
@@ -93,7 +81,8 @@ def finish(
         with np.errstate(over="ignore", invalid="ignore"):
             accumulated = accumulated * accumulated.dtype.type(scale.post)
     elif op is ReduceOp.AVERAGE and scale.divisor != 1:
-        accumulated = accumulated // scale.divisor
+        wide = accumulated // np.int64(scale.divisor)  # 128 ranks are more than an int8 can say
+        accumulated = wide.astype(accumulated.dtype)
     return narrow(accumulated, dtype)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from phub_collective.backends.base import DType, Key, ReduceOp, layout
-from phub_collective.backends.buckets import first_difference
 from phub_collective.backends.native import load
+from phub_collective.backends.operations import first_difference
 from phub_collective.backends.pbox.placement import Placement, place
 from phub_collective.errors import MismatchError, ProtocolError
 

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from phub_collective.backends.buckets import first_difference
+from phub_collective.backends.operations import first_difference
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.keytable import (
     TableIds,

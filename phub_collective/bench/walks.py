@@ -72,7 +72,7 @@ class Arrays:
         return array
 
     def _fill(self, array: np.ndarray, index: int) -> None:
-        numbers = array.view(reference.STORED[self.dtype])
+        numbers = array.view(self.dtype.stored)
         pattern = (np.arange(997) * (index + 3) % 61 - 30) / 8
         numbers[:] = np.resize(pattern, numbers.size)
 
@@ -110,7 +110,7 @@ class Arrays:
         return sum(self._wrong_in(case, part, momentum_before) for part in parts(end))
 
     def _wrong_in(self, case: Case, part: slice, momentum_before: np.ndarray) -> int:
-        stored = reference.STORED[self.dtype]
+        stored = self.dtype.stored
         gradients = [array[part].view(stored) for array in self._gradients[: case.arrays]]
         total = reference.accumulate(self.dtype, ReduceOp.SUM, gradients)
         out, momentum = self._out[part].view(stored), self._momentum[part].view(stored)

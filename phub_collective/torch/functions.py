@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phub_collective.backends.buckets import first_difference
+from phub_collective.backends.operations import first_difference
 from phub_collective.errors import ConfigError, MismatchError
 from phub_collective.torch.context import face
 from phub_collective.torch.ops import Sum, allreduce_, broadcast_, broadcast_group_

@@ -7,17 +7,8 @@ import torch
 from phub_collective.backends.base import Buffer, DType
 from phub_collective.errors import ConfigError
 
-DTYPES: dict[torch.dtype, DType] = {
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.int32: DType.INT32,
-    torch.int64: DType.INT64,
-    torch.uint8: DType.UINT8,
-    torch.int8: DType.INT8,
-    torch.bool: DType.BOOL,
-}
+# Torch calls them as we do.
+DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.name.lower()): dtype for dtype in DType}
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from phub_collective.backends import bfloat16
 from phub_collective.backends.base import Buffer, DType, Kind, Operation, ReduceOp
-from phub_collective.backends.transfer import from_bfloat16, to_bfloat16
 
 LARGE = 300_001  # elements: several chunks, pieces and segments of every backend
 
@@ -89,9 +89,8 @@ def wrong_elements(case: Case, buffer: Buffer, size: int, step: int = 0) -> np.n
     wanted, got = expected(case, size, step), buffer.bytes
     wide = case.dtype in (DType.FLOAT32, DType.FLOAT64)
     if case.op is ReduceOp.AVERAGE and wide and size & (size - 1):
-        dtype = np.dtype(case.dtype.name.lower())
-        numbers = wanted.view(dtype)
-        return np.flatnonzero(np.abs(got.view(dtype) - numbers) > np.spacing(np.abs(numbers)))
+        numbers = wanted.view(case.dtype.stored)
+        return np.flatnonzero(np.abs(buffer.array() - numbers) > np.spacing(np.abs(numbers)))
     return np.flatnonzero(got != wanted)
 
 
@@ -102,9 +101,9 @@ def buffer_of(case: Case, rank: int, size: int, step: int = 0) -> Buffer:
 def encode(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     """Numbers as the bytes of an element type; they must be exact in it."""
     if dtype is DType.BFLOAT16:
-        bits = to_bfloat16(numbers.astype(np.float32))
-        assert np.array_equal(from_bfloat16(bits), numbers), "the case is not exact in bfloat16"
+        bits = bfloat16.narrow(numbers.astype(np.float32))
+        assert np.array_equal(bfloat16.widen(bits), numbers), "the case is not exact in bfloat16"
         return bits.view(np.uint8)
-    typed = numbers.astype(dtype.name.lower())
+    typed = numbers.astype(dtype.stored)
     assert np.array_equal(typed, numbers), f"the case is not exact in {dtype.name}"
     return typed.view(np.uint8)

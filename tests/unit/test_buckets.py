@@ -22,7 +22,8 @@ from phub_collective.backends.base import (
     Work,
     layout,
 )
-from phub_collective.backends.buckets import BucketExchange, first_difference, plan
+from phub_collective.backends.buckets import BucketExchange, plan
+from phub_collective.backends.operations import first_difference
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError
 from phub_collective.rendezvous import LocalRendezvous

@@ -15,13 +15,15 @@ import pytest
 from phub_collective.backends.base import DType, Hyper, ReduceOp
 from phub_collective.errors import ConfigError
 from phub_collective.kernels import reference
-from phub_collective.kernels.reference import STORED, Scale
+from phub_collective.kernels.reference import Scale
 
 _core = pytest.importorskip("phub_collective.backends.native._core")
 native = _core.kernels
 
 ISAS = [isa for isa in native.Isa.__members__.values() if native.has_isa(isa)]
-ACCUMULATOR = {t: np.float32 if t.itemsize == 2 else STORED[t] for t in DType}
+ACCUMULATOR = {t: np.float32 if t.itemsize == 2 else t.stored for t in DType} | {
+    DType.BOOL: np.uint8
+}
 COUNTS = (0, 1, 15, 16, 17, 63, 64, 65, 1000, 3001)
 FLOATS = [t for t in DType if t.is_floating]
 
@@ -59,7 +61,7 @@ def random_array(dtype: DType, count: int, seed: int) -> np.ndarray:
         return reference.narrow(wide, dtype)
     if dtype is DType.BOOL:
         return rng.integers(0, 3, count).astype(np.uint8)  # 2 is true as well
-    stored: Any = STORED[dtype]
+    stored: Any = dtype.stored
     info = np.iinfo(stored)
     return rng.integers(info.min, info.max, count, dtype=stored, endpoint=True)
 
@@ -106,7 +108,7 @@ def run_reduce(
 @each_isa
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=["float16", "bfloat16"])
 def test_every_16_bit_float_is_widened_exactly(dtype: DType, isa: Any) -> None:
-    stored = np.arange(1 << 16, dtype=np.uint16).view(STORED[dtype])
+    stored = np.arange(1 << 16, dtype=np.uint16).view(dtype.stored)
     wide = np.zeros(stored.size, np.float32)
     native.fold(
         dtype,
@@ -148,7 +150,7 @@ def test_rounding_to_16_bits_equals_torch(name: str, isa: Any) -> None:
     expected = torch.from_numpy(wide).to(getattr(torch, name)).view(torch.uint16).numpy()
     nan = np.isnan(wide)
     np.testing.assert_array_equal(out[~nan], expected[~nan])
-    assert np.isnan(reference.widen(out[nan].view(STORED[dtype]), dtype)).all()
+    assert np.isnan(reference.widen(out[nan].view(dtype.stored), dtype)).all()
     assert_same(
         reference.narrow(wide, dtype).view(np.uint16)[~nan], expected[~nan]
     )  # the twin itself

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from phub_collective.backends import bfloat16
 from phub_collective.backends.base import Buffer, DType, Kind, Operation, ReduceOp
-from phub_collective.backends.transfer import Transfer, from_bfloat16, to_bfloat16
+from phub_collective.backends.transfer import Transfer
 
 
 def allreduce(
@@ -20,14 +21,14 @@ def allreduce(
 def test_bfloat16_is_torchs() -> None:
     torch = pytest.importorskip("torch")
     bits = np.arange(1 << 16, dtype=np.uint16)
-    widened = from_bfloat16(bits)
+    widened = bfloat16.widen(bits)
     theirs = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float().numpy()
     assert np.array_equal(widened, theirs, equal_nan=True)
 
     values = np.random.default_rng(1).integers(1 << 32, size=200_000, dtype=np.uint32)
     values = np.concatenate([values, [0x7F800001, 0x7FFFFFFF, 0xFF800000, 0x3F808000, 0x3F818000]])
     floats = values.astype(np.uint32).view(np.float32)
-    rounded = from_bfloat16(to_bfloat16(floats))
+    rounded = bfloat16.widen(bfloat16.narrow(floats))
     theirs = torch.from_numpy(floats).bfloat16().float().numpy()
     assert np.array_equal(rounded, theirs, equal_nan=True)
 
@@ -61,6 +62,22 @@ def test_integers_average_downwards() -> None:
     transfer = Transfer(allreduce(array, ReduceOp.AVERAGE), 2)
     transfer.finish()  # as if these were the sums
     assert array.tolist() == [-2, 1, -2]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_small_integers_average_over_more_ranks_than_they_can_say(dtype: str) -> None:
+    array = np.array([-128, 127, 0], np.int8).view(dtype)
+    expected = np.floor(array.astype(float) / 300).astype(dtype)
+    Transfer(allreduce(array, ReduceOp.AVERAGE), 300).finish()
+    assert array.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_overflow_is_infinite_whatever_numpy_is_told_to_do(dtype: str) -> None:
+    array = np.array([1e4, -1e4], dtype)
+    with np.errstate(all="raise"):
+        Transfer(allreduce(array, prescale=1e30, postscale=1e30), 2).finish()
+    assert array.tolist() == [np.inf, -np.inf]
 
 
 @pytest.mark.parametrize(
