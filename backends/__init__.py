@@ -9,7 +9,7 @@ from types import ModuleType
 from phub_collective.backends.base import Backend, Context
 from phub_collective.errors import BackendUnavailable, ConfigError
 
-# name -> module with is_available() and create(context); see backends/base.py.
+# name -> module with is_available(), create(context) and perhaps RUNS_OPTIMIZER; see base.py.
 TABLE: dict[str, str] = {
     "pbox": "phub_collective.backends.pbox",
     "ring": "phub_collective.backends.ring",
@@ -42,6 +42,18 @@ def unavailable_reason(name: str) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"it cannot be loaded: {error}"
     return reason
+
+
+def runs_optimizer(name: str) -> bool:
+    """Whether exchanges of backend `name` can run the optimizer; False where it cannot be loaded.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    try:
+        return bool(getattr(_module(name), "RUNS_OPTIMIZER", False))
+    except ImportError:
+        return False
 
 
 def create(name: str, context: Context) -> Backend:

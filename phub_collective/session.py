@@ -6,7 +6,10 @@ Several sessions may live in one process, also as ranks of one job; nothing is p
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -20,10 +23,14 @@ from phub_collective.backends.base import (
     Work,
 )
 from phub_collective.config import Config
-from phub_collective.errors import ConfigError, PhubError
+from phub_collective.errors import ConfigError, PeerTimeout, PhubError
+from phub_collective.logs import set_level
 from phub_collective.rendezvous import topology
+from phub_collective.selection.firstuse import FirstUse, size_of
 from phub_collective.selection.rules import AUTO
 from phub_collective.selection.selector import Selector
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -39,12 +46,12 @@ class Session:
         self.rank, self.size = context.rank, context.size
         self.local_rank, self.local_size = context.local_rank, context.local_size
         self.selector = Selector(context)
-        self._lock = threading.RLock()
+        self._connecting = threading.RLock()  # held while backends are connected: see _collective
+        self._lock = threading.Lock()  # never held while anything waits for other ranks
         # guarded by _lock
         self._backends: dict[str, Backend] = {}
         self._of_name: dict[str, Backend] = {}  # only where there is a choice
-        self._only: Backend | None = None  # the one that every choice ends with
-        self._prepared = False
+        self._chosen: list[str] = []  # what may be chosen; empty: not prepared
         self._closed = False
 
     @staticmethod
@@ -59,6 +66,7 @@ class Session:
             `topology.connect`.
         """
         config = Config.from_environment(**overrides) if config is None else config
+        set_level(config.log_level)
         identity, rendezvous = topology.connect(config)
         try:
             return Session(
@@ -82,11 +90,25 @@ class Session:
             ConfigError: there is no such backend.
             BackendUnavailable: it cannot be used here.
         """
-        with self._lock:
-            self._check_open()
-            if name not in self._backends:
-                self._backends[name] = backends.create(name, self.context)
-            return self._backends[name]
+        found = self._opened(name)
+        if found is not None:
+            return found
+        with self._collective(f"connects {name}"):
+            found = self._opened(name)  # by the thread that was here before
+            if found is not None:
+                return found
+            begin = time.monotonic()
+            made = backends.create(name, self.context)
+            elapsed = time.monotonic() - begin
+            log.info("[session] rank %d: connected %s in %.2f s", self.rank, name, elapsed)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._backends[name] = made
+            if closed:
+                made.close()
+                self._check_open()
+            return made
 
     def prepare(self, fresh: bool = False) -> None:
         """Connect what may be chosen, after a measurement where that is needed. Collective, and
@@ -95,18 +117,22 @@ class Session:
         Args:
             fresh: measure, whatever is cached.
         """
-        with self._lock:
-            self._check_open()
-            if self._prepared:
+        if self._is_prepared():
+            return
+        with self._collective("prepares the choice of backends"):
+            if self._is_prepared():
                 return
-            before = set(self._backends)
+            with self._lock:
+                before = set(self._backends)
             chosen = self.selector.prepare(self.backend, fresh)
             for name in chosen:
                 self.backend(name)
-            for name in [n for n in self._backends if n not in before and n not in chosen]:
-                self._backends.pop(name).close()
-            self._only = self.backend(chosen[0]) if len(chosen) == 1 else None
-            self._prepared = True
+            with self._lock:
+                extra = self._backends.keys() - before - set(chosen)
+                closing = [self._backends.pop(name) for name in extra]
+                self._chosen = chosen
+            for backend in closing:
+                backend.close()
 
     def choose(self, nbytes: int, server_optimizer: bool = False) -> Backend:
         """The backend for so many bytes by PHUB_BACKEND; equal on all ranks for equal arguments.
@@ -118,21 +144,29 @@ class Session:
             ConfigError: none of those that PHUB_BACKEND allows can run the optimizer.
         """
         if server_optimizer:
-            return self._with_optimizer()
-        with self._lock:
-            self.prepare()
-            return self._only or self.backend(self.selector.choose(nbytes))
+            return self.backend(self._name_with_optimizer())
+        self.prepare()
+        return self.backend(self.selector.choose(nbytes))
 
     def submit(self, operation: Operation) -> Work:
         """Start an operation on the backend for its size. A name stays with the backend of its
-        first use, so that its uses meet in one place."""
+        first use, so that its uses meet in one place.
+
+        The work raises MismatchError when the ranks' sizes are for different backends.
+        """
+        self.prepare()
         with self._lock:
-            self.prepare()
-            backend = self._only or self._of_name.get(operation.name)
-            if backend is None:
-                nbytes = 0 if operation.buffer is None else int(operation.buffer.bytes.size)
-                backend = self._of_name[operation.name] = self.choose(nbytes)
-        return backend.submit(operation)
+            if len(self._chosen) == 1:
+                backend = self._backends.get(self._chosen[0])
+            else:
+                backend = self._of_name.get(operation.name)
+        if backend is not None:
+            return backend.submit(operation)
+        backend = self.choose(size_of(operation))
+        with self._lock:
+            self._of_name[operation.name] = backend
+        meeting = self.backend(self._chosen[0])
+        return FirstUse(self.context, operation, self.selector.choose, backend, meeting)
 
     def open_exchange(self, spec: ExchangeSpec, backend: str | None = None) -> Exchange:
         """Register a model with `backend`, or with the one for its size. Collective."""
@@ -154,14 +188,41 @@ class Session:
             for backend in opened:
                 stack.callback(backend.close)
 
-    def _with_optimizer(self) -> Backend:
+    @contextlib.contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """One thread at a time connects backends, since all ranks must do so in one order.
+
+        Raises:
+            PeerTimeout: another thread did not come to an end with it.
+        """
+        limit = self.config.stall_timeout
+        if not self._connecting.acquire(timeout=limit):
+            raise PeerTimeout(
+                f"[session] rank {self.rank} {what}, but has waited {limit:g} s for another thread "
+                "that connects backends; has every rank come to it?"
+            )
+        try:
+            yield
+        finally:
+            self._connecting.release()
+
+    def _opened(self, name: str) -> Backend | None:
+        with self._lock:
+            self._check_open()
+            return self._backends.get(name)
+
+    def _is_prepared(self) -> bool:
+        with self._lock:
+            self._check_open()
+            return bool(self._chosen)
+
+    def _name_with_optimizer(self) -> str:
+        """The backend that runs the optimizer, told without connecting any."""
         rules = self.selector.rules
         names = dict.fromkeys([*rules.forced, *(rules.candidates if rules.uses_auto else ())])
         for name in names:
-            with contextlib.suppress(PhubError):
-                backend = self.backend(name)
-                if backend.server_optimizer:
-                    return backend
+            if backends.runs_optimizer(name):
+                return name
         raise ConfigError(
             f"[session] no backend allowed by PHUB_BACKEND={rules.text!r} runs the optimizer on "
             "the server; allow pbox, or let the worker run it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import ModuleType
 
@@ -10,24 +11,29 @@ import numpy as np
 import pytest
 
 from phub_collective import backends
-from phub_collective.backends.base import Backend, Context, Operation, Work
+from phub_collective.backends.base import Backend, Context, DType, Operation, Work
 from phub_collective.errors import BackendUnavailable
 from phub_collective.selection import probe
 
 
 class FakeBackend(Backend):
-    """Sleeps as long as it says, and moves nothing."""
+    """Sleeps as long as it says, and moves nothing but the sizes that sessions compare."""
 
     def __init__(self, name: str, context: Context, latency: float, bandwidth: float) -> None:
         self.name, self.context = name, context
         self.latency, self.bandwidth = latency, bandwidth
-        self.server_optimizer = name == "pbox"
         self.submitted: list[str] = []
         self.closed = False
 
     def submit(self, operation: Operation) -> Work:
+        buffer = operation.buffer
+        if buffer is not None and buffer.dtype is DType.INT64:
+            mine = buffer.bytes.tobytes()
+            everyone = self.context.rendezvous.all_gather(f"fake/{operation.name}", mine)
+            buffer.array()[:] = sum(np.frombuffer(one, np.int64) for one in everyone)
+            return Sleep(0.0)
         self.submitted.append(operation.name)
-        nbytes = 0 if operation.buffer is None else operation.buffer.bytes.size
+        nbytes = 0 if buffer is None else buffer.bytes.size
         return Sleep(self.latency + nbytes / self.bandwidth)
 
     def close(self) -> None:
@@ -52,14 +58,18 @@ class FakeModule(ModuleType):
         made: the backends it has created, on all ranks.
         reason: why it is unavailable.
         broken_on: the rank on which `create` fails.
+        entered, gate: `create` sets the former and waits for the latter.
     """
 
     def __init__(self, name: str, latency: float, bandwidth: float) -> None:
         super().__init__(f"fake_{name}")
         self.short_name, self.latency, self.bandwidth = name, latency, bandwidth
+        self.RUNS_OPTIMIZER = name == "pbox"
         self.made: list[FakeBackend] = []
         self.reason: str | None = None
         self.broken_on = -1
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
 
     def is_available(self) -> str | None:
         return self.reason
@@ -67,6 +77,8 @@ class FakeModule(ModuleType):
     def create(self, context: Context) -> Backend:
         if context.rank == self.broken_on:
             raise BackendUnavailable(f"[{self.short_name}] broken on rank {context.rank}")
+        self.entered.set()
+        assert self.gate.wait(60)
         backend = FakeBackend(self.short_name, context, self.latency, self.bandwidth)
         self.made.append(backend)
         return backend

@@ -5,6 +5,8 @@ from __future__ import annotations
 from phub_collective.backends.base import Backend, Context
 from phub_collective.backends.native import unavailable_reason
 
+RUNS_OPTIMIZER = True
+
 
 def is_available() -> str | None:
     """None, or why there is no PBox here."""

@@ -107,7 +107,6 @@ class PboxBackend(Backend):
     """
 
     name = "pbox"
-    server_optimizer = True
 
     def __init__(
         self, context: Context, connection: Connection, server: LocalServer | None

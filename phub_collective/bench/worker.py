@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from phub_collective.backends import names
+from phub_collective.backends import names, runs_optimizer
 from phub_collective.backends.base import Backend
 from phub_collective.bench.bandwidth import bandwidth, copy_seconds, floor_seconds
 from phub_collective.bench.gate import Gate
@@ -116,7 +116,7 @@ class Runner:
                 plan.mode,
                 [
                     served(backend, workload, numbers, bucket)
-                    if backend.server_optimizer
+                    if runs_optimizer(backend.name)
                     else WorkerOptimizer(backend, workload, numbers, bucket, sgd)
                     for backend in self._backends
                 ],

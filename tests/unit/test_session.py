@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from phub_collective.backends.base import (
     Kind,
     Operation,
 )
-from phub_collective.errors import ConfigError, PhubError
+from phub_collective.config import Config
+from phub_collective.errors import (
+    BackendUnavailable,
+    ConfigError,
+    MismatchError,
+    PeerTimeout,
+    PhubError,
+)
+from phub_collective.rendezvous import LocalRendezvous
 from phub_collective.session import Session
 
 
@@ -62,6 +71,21 @@ def test_a_name_stays_with_its_first_backend() -> None:
     run_threads(2, body, backend="ring:<64KiB,pbox")
 
 
+def test_sizes_for_different_backends_are_an_error_on_all_ranks() -> None:
+    """They would wait in two backends, each for the other."""
+
+    def body(context: Context) -> str:
+        with Session(context) as session:
+            work = session.submit(operation("x", 100 if context.rank == 0 else 70_000))
+            with pytest.raises(MismatchError) as caught:
+                work.wait()
+            assert work.done()
+            return str(caught.value)
+
+    expected = "'x' has 100 bytes on rank 0 (for ring), 70000 on rank 1 (for pbox)"
+    assert all(expected in text for text in run_threads(3, body, backend="ring:<64KiB,pbox"))
+
+
 def test_candidates_that_are_not_chosen_are_closed(modules: dict[str, FakeModule]) -> None:
     def body(context: Context) -> None:
         with Session(context) as session:
@@ -86,6 +110,42 @@ def test_the_servers_optimizer_needs_a_backend_that_has_one() -> None:
     assert run_threads(2, body) == ["pbox", "pbox"]
     with pytest.raises(ConfigError, match=r"PHUB_BACKEND='ring' runs the optimizer.*allow pbox"):
         run_threads(2, body, backend="ring")
+
+
+def test_why_the_server_cannot_be_reached_is_told(modules: dict[str, FakeModule]) -> None:
+    """And no other backend is connected in its place."""
+    modules["pbox"].broken_on = 1
+
+    def body(context: Context) -> str:
+        with Session(context) as session:
+            try:
+                return session.choose(100, server_optimizer=True).name
+            except BackendUnavailable as error:
+                return str(error)
+
+    assert run_threads(2, body) == ["pbox", "[pbox] broken on rank 1"]
+    assert not modules["ring"].made
+    assert not modules["gloo"].made
+
+
+def test_nobody_waits_without_limit_for_a_thread_that_connects(
+    modules: dict[str, FakeModule],
+) -> None:
+    ring = modules["ring"]
+    ring.gate.clear()
+    (rendezvous,) = LocalRendezvous.group(1)
+    config = Config(backend="ring", stall_timeout=0.1)
+    session = Session(Context(0, 1, 0, 1, rendezvous, config))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(session.submit, operation("first", 4))
+        assert ring.entered.wait(60)
+        with pytest.raises(PeerTimeout, match="for another thread that connects backends"):
+            session.submit(operation("second", 4))
+        session.close()  # does not wait for it either
+        ring.gate.set()
+        with pytest.raises(PhubError, match="after close"):
+            first.result(60)
+    assert [backend.closed for backend in ring.made] == [True]
 
 
 def test_an_exchange_goes_to_the_backend_for_the_model() -> None:
