@@ -72,7 +72,9 @@ class Connection:
         self._closed = False
         self._error: PhubError | None = None
         self._control, welcome, self.transport = join(self._who, config.lane)
-        protocol.keep_alive(self._control, max(1, int(config.timeout)))
+        protocol.limit_sending(self._control, config.stall_timeout)  # ends first
+        unread_s = int(config.stall_timeout + config.timeout) + 1
+        protocol.keep_alive(self._control, max(1, int(config.timeout)), unread_s)
         self._welcome = welcome
         self.workers, self.cores = welcome.workers, welcome.cores
         self.server_pid, self.chunk_bytes = welcome.pid, welcome.chunk_bytes
@@ -144,12 +146,14 @@ class Connection:
         name = str(message["name"])
         with self._lock:
             expected = self._callbacks.get(name)
+        if expected is None:
+            # Another rank's mismatch, before this rank registered: said again when it does. Or the
+            # answer to a registration that was given up.
+            protocol.close_all(descriptors)
+            return
         table: RegisteredTable | None = None
         error: PhubError | None = None
         try:
-            if expected is None:
-                # Another rank's mismatch, before this rank registered: said again when it does.
-                return
             protocol.raise_error(message)
             table = self._adopt(expected[0], message, descriptors)
         except PhubError as refused:
@@ -191,12 +195,24 @@ class Connection:
         for _, callback in callbacks:
             callback(None, error)
 
-    def _send(self, message: protocol.Message) -> None:
+    def _send(self, message: protocol.Message, patience: float | None = None) -> None:
+        """`patience`: seconds for the messages of other threads to leave (None: stall_timeout)."""
+        limit = self.config.stall_timeout
+        silent = f"[pbox] the PBox has taken nothing of rank {self.rank} for {limit:g} s"
+        if not self._sending.acquire(timeout=limit if patience is None else patience):
+            raise PeerTimeout(f"{silent}; is it stopped?")
         try:
-            with self._sending:
-                protocol.send(self._control, message)
+            return protocol.send(self._control, message)
+        except BlockingIOError:
+            lost: PhubError = PeerTimeout(f"{silent}; is it stopped?")
         except OSError as error:
-            raise PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}") from None
+            lost = PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}")
+        finally:
+            self._sending.release()
+        self._fail(lost)
+        with contextlib.suppress(OSError):  # a part may have left: no other message can follow it
+            self._control.shutdown(socket.SHUT_RDWR)
+        raise lost
 
     def _await(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         with self._news:
@@ -226,6 +242,11 @@ class Connection:
         again = instead_of is not None
         self._send({"op": "register", "table": spec.to_json(), "again": again})
 
+    def give_up(self, name: str) -> bool:
+        """Wait no longer for the answer to a registration. False: its callback is being called."""
+        with self._lock:
+            return self._callbacks.pop(name, None) is not None
+
     def hold(self, ids: TableIds, memory: object) -> None:
         """Keep what a table's gradients are sent from, at least until the table is closed."""
         self._memories[ids.id] = memory
@@ -246,7 +267,7 @@ class Connection:
         with self._lock:
             self._stalled = None
         with contextlib.suppress(PhubError):
-            self._send({"op": "stalled"})
+            self._send({"op": "stalled"}, seconds)
             self._await(lambda: self._stalled is not None, seconds, "an answer")
         return self._stalled or []
 
@@ -271,7 +292,9 @@ class Connection:
         self._fail(ConfigError(f"[pbox] rank {self.rank} has left the job"))
         self._memories.clear()
         with contextlib.suppress(PhubError, OSError):
-            self._send({"op": "bye"})
+            protocol.limit_sending(self._control, HANDSHAKE_SECONDS)  # a silent server is left
+            self._send({"op": "bye"}, HANDSHAKE_SECONDS)
+        with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join(HANDSHAKE_SECONDS)

@@ -17,6 +17,7 @@ from phub_collective.backends.base import (
 )
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox.connection import Connection, RegisteredTable
+from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.backends.pbox.keytable import TableSpec
 from phub_collective.backends.pbox.protocol import close_all
 from phub_collective.errors import ConfigError, PhubError
@@ -86,8 +87,14 @@ class PboxExchange(Exchange):
             result.append(answer)
             answered.set()
 
-        self._connection.register(self._table, on_registered)
-        self._connection.wait(answered.wait, f"all ranks to register {self._spec.name!r}")
+        connection, name = self._connection, self._spec.name
+        connection.register(self._table, on_registered)
+        try:
+            connection.wait(answered.wait, f"all ranks to register {name!r}")
+        except BaseException:
+            if not connection.give_up(name) and answered.wait(HANDSHAKE_SECONDS):
+                close_all(getattr(result[0], "descriptors", []))
+            raise
         if isinstance(result[0], PhubError):
             raise result[0]
         return result[0]

@@ -129,15 +129,24 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def keep_alive(sock: socket.socket, seconds: int) -> None:
-    """Find out within about so many seconds that the other host cannot be reached any more."""
+def keep_alive(sock: socket.socket, seconds: int, unread_s: int) -> None:
+    """Find out within about so many seconds that the other host cannot be reached any more; while
+    something is on its way, in `unread_s`: the other end's process may be stopped, too."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 3))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 6))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * unread_s)
+
+
+def limit_sending(sock: socket.socket, seconds: float) -> None:
+    """Make `send` on a blocking socket raise BlockingIOError after about so long without progress.
+    The kernel gets half of it: a call that has sent a part ends without an error first."""
+    microseconds = max(1, int(seconds / 2 * 1e6))
+    limit = struct.pack("@ll", *divmod(microseconds, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def error_message(error: PhubError) -> Message:

@@ -12,6 +12,7 @@ import time
 
 from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
 from phub_collective.config import Config
+from phub_collective.machine import usable_cpus
 
 LAST_WORDS_SECONDS = 2.0  # for errors of dying jobs to reach their workers
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def default_cores(config: Config) -> int:
     """PHUB_PBOX_CORES, or one core per usable CPU, at most 8."""
-    return config.pbox_cores or min(8, len(os.sched_getaffinity(0)))
+    return config.pbox_cores or min(8, usable_cpus())
 
 
 def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:

@@ -239,7 +239,7 @@ class PBoxServer:
         """ConnectService: a rank's control connection, until it ends."""
         job = self._authenticate(connection, message)
         connection.settimeout(None)  # `Member.send` does not block
-        protocol.keep_alive(connection, self._options.keepalive)
+        protocol.keep_alive(connection, self._options.keepalive, self._options.keepalive)
         member = Member(int(message["rank"]), connection)
         job.join(member)
         why: PhubError | None = None

@@ -3,15 +3,25 @@ silent. Whoever waits is told by a typed error, and no descriptor is lost or clo
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pbox_jobs import SOON, Box, Model, allreduce, box, spec_of, until
+from pbox_jobs import LANES, SOON, Box, Model, allreduce, box, spec_of, until
 
 from phub_collective.backends.pbox import tenant
-from phub_collective.errors import InternalError, PhubError, ProtocolError
+from phub_collective.backends.pbox.connection import Connection
+from phub_collective.backends.pbox.exchange import PboxExchange
+from phub_collective.backends.pbox.launch import start_server
+from phub_collective.backends.pbox.service import create_service
+from phub_collective.config import Config
+from phub_collective.errors import InternalError, PeerTimeout, PhubError, ProtocolError
 
 
 @pytest.fixture
@@ -27,6 +37,7 @@ def descriptors() -> int:
 
 def quiet_descriptors(pbox: Box) -> int:
     """`descriptors`, when only one rank's control connection and lanes are left."""
+    gc.collect()  # what tracebacks of earlier tests hold
     until(lambda: len(pbox.server._serving) == 1, "handshakes do not end")
     return descriptors()
 
@@ -114,3 +125,30 @@ def test_a_malformed_answer_is_told_to_who_waits(
         with pytest.raises(PhubError, match="malformed"):
             work.wait(SOON)
     backend.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_stopped_server_is_a_stall_of_who_announces_a_large_table(lane: str) -> None:
+    """And of nobody else: other threads are told within their own limits."""
+    server = start_server(Config(pbox_cores=1), all_local=True)
+    config = Config(lane=lane, timeout=1.0, stall_timeout=1.5)
+    token = create_service(server.address, "job", 1)
+    connection = Connection(server.address, "job", token, 0, config)
+    try:
+        server.process.send_signal(signal.SIGSTOP)
+        connection._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        large = spec_of([(1,)] * 20_000)
+        with ThreadPoolExecutor(1) as pool:
+            registering = pool.submit(PboxExchange, connection, large, 4096)
+            until(connection._sending.locked, "nothing is sent")
+            start = time.monotonic()
+            assert connection.stalled(0.1) == []
+            assert time.monotonic() - start < 1.0
+            with pytest.raises(PeerTimeout, match="rank 0 for 1.5 s; is it stopped"):
+                registering.result(SOON)
+        with pytest.raises(PeerTimeout):  # a part of it has left: nothing can follow
+            Model(connection, spec_of([(1,)], name="small"))
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+        connection.close()
+        server.stop()
