@@ -30,8 +30,7 @@ from typing import Any
 
 from phub_collective.backends.base import Context
 from phub_collective.errors import AuthError, ConfigError, PeerLost, PeerTimeout
-from phub_collective.rendezvous.hosts import host_hint
-from phub_collective.rendezvous.meeting import own_addresses
+from phub_collective.machine import host_hint, own_addresses
 from phub_collective.rendezvous.store.wire import mac, pack, receive, unpack
 
 log = logging.getLogger(__name__)

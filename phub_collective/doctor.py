@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import platform
 import resource
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import phub_collective
-from phub_collective.rendezvous.topology import usable_cpus
+from phub_collective.machine import (
+    CONGESTION,
+    CONGESTION_OFFERED,
+    SHMEM_HUGE_PAGES,
+    kernel_value,
+    usable_cpus,
+    version_of,
+)
 
-SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-CONGESTION_NOW = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 NATIVE = "phub_collective.backends.native._core"
 
 
@@ -30,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     lines = [
         ("phub_collective", phub_collective.__version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
-        *((name, _version(name)) for name in ("numpy", "torch", "mpi4py", "cupy")),
+        *((name, version_of(name)) for name in ("numpy", "torch", "mpi4py", "cupy")),
         ("native core", native),
         ("usable CPUs", str(usable_cpus())),
         *_memory(),
@@ -39,13 +41,6 @@ def main(args: argparse.Namespace) -> int:
     for name, finding in lines:
         print(f"{name:<20} {finding}")
     return 0 if native_ok else 1
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _native() -> tuple[bool, str]:
@@ -69,8 +64,5 @@ def _memory() -> Iterator[tuple[str, str]]:
 
 
 def _network() -> Iterator[tuple[str, str]]:
-    try:
-        offered, now = CONGESTION.read_text().split(), CONGESTION_NOW.read_text().strip()
-        yield "congestion control", f"{now} (offered: {', '.join(offered)})"
-    except OSError:
-        yield "congestion control", "unknown"
+    offered = ", ".join(kernel_value(CONGESTION_OFFERED).split())
+    yield "congestion control", f"{kernel_value(CONGESTION)} (offered: {offered})"

@@ -1,4 +1,4 @@
-"""The package's log: to whom it goes is the application's choice, and standard error without one."""
+"""The package's log: the application chooses where it goes; standard error where it does not."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def refuse_different_operations(goes_on: bool) -> list[str]:
         lambda: hvd.grouped_allreduce([torch.ones(4)] * (3 if odd else 2)),
         lambda: hvd.allreduce(torch.ones(11 if odd else 10)),
     ]
-    texts = []
+    texts: list[str] = []
     for attempt in attempts + (attempts if goes_on else attempts[-1:]):
         if len(texts) >= len(attempts):
             for count in (10, 20, 10, 10):

@@ -3,7 +3,6 @@ bandwidth that the same run measured."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from phub_collective.bench.gate import Gate
+from phub_collective.machine import usable_cpus
 
 COPY_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
 COPIES = 8  # in one timing, so that the ranks overlap although they do not start as one
@@ -21,7 +21,7 @@ CACHES = 8  # a workload of so many last-level caches finds little of itself the
 def copy_seconds(gate: Gate, rank: int) -> list[float]:
     """Copy on the first ranks, one per core, all at once. Seconds that this rank took for COPIES
     copies, one entry per repeat; no entry for a rank that only waited. Collective."""
-    copies = rank < (os.cpu_count() or 1)
+    copies = rank < usable_cpus()
     count = COPY_BYTES // 8 if copies else 0
     source, target = np.ones(count), np.ones(count)
     seconds = []

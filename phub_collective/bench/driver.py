@@ -17,6 +17,7 @@ from typing import Any
 
 from phub_collective.bench.plan import Plan
 from phub_collective.errors import BackendUnavailable, ConfigError, PhubError
+from phub_collective.machine import find_mpirun
 
 # Put MPI on TCP as well, so that all rows of a tcp run are alike: MPICH, then Open MPI.
 MPI_OVER_TCP = {
@@ -38,28 +39,21 @@ OPEN_MPI = {
 RENO = 'ip link set lo up && echo reno > /proc/sys/net/ipv4/tcp_congestion_control && exec "$@"'
 
 
-def find_mpirun() -> str:
-    """The mpirun beside this Python if there is one (it belongs to the MPI that mpi4py loads),
-    else the first on PATH.
+def launcher(plan: Plan) -> list[str]:
+    """The command that starts the workers: mpirun where MPI is measured, else phubrun.
 
     Raises:
-        BackendUnavailable: there is none.
+        BackendUnavailable: there is no mpirun.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if not found:
-        raise BackendUnavailable(
-            "[bench] backend 'mpi' needs mpirun, found none beside "
-            f"{sys.executable} or on PATH; pip install 'phub-collective[mpi]'"
-        )
-    return found
-
-
-def launcher(plan: Plan) -> list[str]:
-    """The command that starts the workers: mpirun where MPI is measured, else phubrun."""
     count = str(plan.workers)
     if "mpi" in plan.backends:
-        return [find_mpirun(), "-n", count]
+        mpirun = find_mpirun()
+        if mpirun is None:
+            raise BackendUnavailable(
+                "[bench] backend 'mpi' needs mpirun, found none beside "
+                f"{sys.executable} or on PATH; pip install 'phub-collective[mpi]'"
+            )
+        return [mpirun, "-n", count]
     return [sys.executable, "-m", "phub_collective.launch.cli", "-np", count]
 
 

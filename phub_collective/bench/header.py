@@ -5,39 +5,27 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from phub_collective.bench.plan import Plan
 from phub_collective.config import Config
+from phub_collective.machine import (
+    CONGESTION,
+    RESERVED_HUGE_PAGES,
+    SHMEM_HUGE_PAGES,
+    kernel_value,
+    usable_cpus,
+    version_of,
+)
 from phub_collective.rendezvous.identity import identify
-
-THP = Path("/sys/kernel/mm/transparent_hugepage")
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def lane_of(backend: str, lane: str) -> str:
     """What carries a backend's bytes in a run with `--lane lane`. Gloo has only TCP; MPI is told
     by the driver to use TCP too when the lane is tcp."""
     return "tcp" if backend == "gloo" else lane
-
-
-def read(path: Path) -> str:
-    """Stripped text of a kernel file, "unknown" where there is none."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _mpi() -> str:
@@ -51,15 +39,15 @@ def worker_facts(plan: Plan, config: Config) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "torch": _version("torch"),
+        "torch": version_of("torch"),
         "mpi": _mpi(),
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "omp_threads": os.environ.get("OMP_NUM_THREADS", "not set"),
         "kernel": platform.release(),
-        "congestion_default": read(CONGESTION),
+        "congestion_default": kernel_value(CONGESTION),
         "congestion_lanes": config.congestion or "first of cubic, reno, the default",
-        "shmem_huge_pages": read(THP / "shmem_enabled"),
-        "reserved_huge_pages": read(Path("/proc/sys/vm/nr_hugepages")),
+        "shmem_huge_pages": kernel_value(SHMEM_HUGE_PAGES),
+        "reserved_huge_pages": kernel_value(RESERVED_HUGE_PAGES),
         "launcher": identify(os.environ).launcher,
         "lane": plan.lane,
         "warmup": plan.warmup,

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phub_collective.errors import ConfigError
-
-SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+from phub_collective.machine import SHMEM_HUGE_PAGES
 
 
 @contextmanager
-def allowed(setting: Path = SHMEM_ENABLED) -> Iterator[None]:
+def allowed(setting: Path = SHMEM_HUGE_PAGES) -> Iterator[None]:
     """Let shared memory that asks for huge pages have them while the block runs.
 
     Raises:

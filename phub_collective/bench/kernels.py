@@ -21,10 +21,11 @@ from phub_collective.backends import native
 from phub_collective.backends.base import DType
 from phub_collective.bench import report
 from phub_collective.bench.bandwidth import last_level_cache
-from phub_collective.bench.header import THP, read
-from phub_collective.bench.plan import format_bytes, parse_bytes
+from phub_collective.bench.plan import parse_bytes
 from phub_collective.bench.walks import MAX_ARRAYS, SLICE, WARM, Arrays, Case
 from phub_collective.errors import ConfigError
+from phub_collective.machine import HUGE_PAGES, kernel_value, usable_cpus
+from phub_collective.sizes import size_text
 
 MACHINE = (("read", 1), ("copy", 1), ("triad", 2))  # walks of the machine's memory: name, arrays
 NOTES = (
@@ -89,7 +90,7 @@ def check_sizes(args: argparse.Namespace, threads: Sequence[int]) -> tuple[int, 
     if chunk < 128 or chunk % 128 or nbytes % 128:
         raise ConfigError(f"[bench] sizes {nbytes} and {chunk}: expected multiples of 128 bytes")
     if nbytes < least:
-        raise ConfigError(f"[bench] --size {args.size}: expected at least {format_bytes(least)}")
+        raise ConfigError(f"[bench] --size {args.size}: expected at least {size_text(least)}")
     if args.rounds < 1:
         raise ConfigError(f"[bench] --rounds {args.rounds}: expected at least 1")
     return nbytes, chunk
@@ -101,12 +102,12 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kernel": platform.release(),
         "numpy": np.__version__,
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "isa": native.load().kernels.best_isa().name.lower(),
         "last_level_cache_bytes": last_level_cache(),
         "array_bytes": parse_bytes(args.size),
         "chunk_bytes": parse_bytes(args.chunk),
-        "huge_pages": f"{asked}; the kernel: {read(THP / 'enabled')}",
+        "huge_pages": f"{asked}; the kernel: {kernel_value(HUGE_PAGES)}",
         "stores": args.stores,
         "rounds": args.rounds,
         "warmup": f"first 1/{WARM} of each walk",

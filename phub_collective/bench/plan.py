@@ -10,7 +10,7 @@ from pathlib import Path
 from phub_collective.backends.base import DType, Key
 from phub_collective.errors import ConfigError
 from phub_collective.models import model_keys
-from phub_collective.selection import rules
+from phub_collective.sizes import parse_size
 
 MODES = ("allreduce", "server-optimizer", "shared-model")
 
@@ -99,16 +99,8 @@ class Workload:
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as "32KiB", "1MiB" or "4096"."""
     try:
-        return rules.size(text)
+        return parse_size(text)
     except ValueError as error:
         raise ConfigError(
             f"[bench] {error}; expected a size such as 32KiB, 1MiB, 25MiB or 4096"
         ) from None
-
-
-def format_bytes(nbytes: int) -> str:
-    """The size with the largest unit that divides it, else plain bytes."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if nbytes and nbytes % rules.UNITS[unit] == 0:
-            return f"{nbytes // rules.UNITS[unit]}{unit}"
-    return str(nbytes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phub_collective.bench.plan import format_bytes
+from phub_collective.sizes import size_text
 
 NOTES = (
     "time, min, p90: ms; over iterations, of each iteration's slowest rank; time is the median",
@@ -45,7 +45,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["backend"],
         row["mode"],
         row["lane"],
-        row["model"] or format_bytes(row["bytes"]),
+        row["model"] or size_text(row["bytes"]),
         row["dtype"],
         str(row["bytes"]),
         *(number(row[name], 1e3) for name in ("median_s", "min_s", "p90_s")),

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phub_collective.bench import exchange, report
-from phub_collective.bench.plan import Plan, format_bytes, parse_bytes
+from phub_collective.bench.plan import Plan, parse_bytes
 from phub_collective.errors import ConfigError
+from phub_collective.sizes import size_text
 
 WORKERS, LANES, SIZES = "2,4,8", "shm,tcp", "32KiB,1MiB,25MiB,100MiB"
 QUICK_WORKERS, QUICK_SIZES, QUICK_ITERATIONS = "2,4", "32KiB,1MiB,25MiB", 15
@@ -109,7 +110,7 @@ def lines_of(found: Sequence[Mapping[str, Any]]) -> list[str]:
                     cell["chosen"],
                     cell["best"],
                     str(cell["workers"]),
-                    format_bytes(cell["bytes"]),
+                    size_text(cell["bytes"]),
                     f"{cell['ratio']:.2f}",
                     f"{cell['limit']:.2f}",
                     "yes" if cell["within"] else "NO",
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
     print(*lines_of(found), sep="\n")
     print(
         f"# {share:.0%} of {len(found)} choices within {SMALL_LIMIT:g}x (to "
-        f"{format_bytes(SMALL)}) or {LARGE_LIMIT:g}x of the best, expected {LEAST_SHARE:.0%}; "
+        f"{size_text(SMALL)}) or {LARGE_LIMIT:g}x of the best, expected {LEAST_SHARE:.0%}; "
         f"{len(chosen)} of {len(exchange.split(args.backends))} backends chosen; {wrong} wrong"
     )
     if args.json:

@@ -25,7 +25,7 @@ from phub_collective.bench.gate import Gate
 from phub_collective.bench.header import lane_of, worker_facts
 from phub_collective.bench.measure import measure, naming
 from phub_collective.bench.pattern import Pattern
-from phub_collective.bench.plan import Plan, Workload, format_bytes
+from phub_collective.bench.plan import Plan, Workload
 from phub_collective.bench.subjects import (
     ArenaAllreduce,
     FlatAllreduce,
@@ -37,6 +37,7 @@ from phub_collective.bench.subjects import (
 )
 from phub_collective.selection.rules import AUTO
 from phub_collective.session import Session
+from phub_collective.sizes import size_text
 
 
 class Runner:
@@ -98,7 +99,7 @@ class Runner:
         plan, rows = self._plan, []
         numbers = Pattern(self._session.size, workload.dtype, workload.count)
         for mode, subjects in self._groups(workload, numbers):
-            what = workload.model or format_bytes(workload.nbytes)
+            what = workload.model or size_text(workload.nbytes)
             self._progress(f"{mode} {what}: {', '.join(s.backend.name for s in subjects)}")
             iterations = workload.iterations(plan.iterations)
             rows += measure(subjects, self._gate, self._rendezvous, plan.warmup, iterations)

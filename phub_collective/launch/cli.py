@@ -11,6 +11,7 @@ import phub_collective
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PhubError
 from phub_collective.launch import check_build, delegate, local, supervisor
+from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
 
 # Flags that set a variable for the workers.
 SETTINGS = {
@@ -128,10 +129,12 @@ def _delegate(
             "[launch] --output-filename and --prefix-output-with-timestamp work on one host; on "
             "several, mpirun writes the output: give its own flags to it"
         )
-    words = delegate.mpirun_command(delegate.find_mpirun(), where, size, settings, command)
+    inherited = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
+    environment = {**inherited, **settings}
+    words = delegate.mpirun_command(delegate.require_mpirun(), where, size, environment, command)
     if args.verbose:
         print(f"phubrun: {' '.join(words)}", file=sys.stderr, flush=True)
-    os.execvpe(words[0], words, {**os.environ, **settings})
+    os.execvpe(words[0], words, environment)
 
 
 if __name__ == "__main__":

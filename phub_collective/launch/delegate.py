@@ -6,15 +6,12 @@ rank under each of them.
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from phub_collective.errors import BackendUnavailable, ConfigError
+from phub_collective.machine import find_mpirun
 
 PROBE_S = 30.0
 
@@ -45,11 +42,12 @@ def mpirun_command(
     program: str,
     hosts: Mapping[str, int],
     size: int,
-    settings: Mapping[str, str],
+    environment: Mapping[str, str],
     command: Sequence[str],
 ) -> list[str]:
     """The command that has `program`, some MPI's mpirun, start the job. Values of variables do
-    not stand in it, only names where this mpirun wants them named.
+    not stand in it, only names where this mpirun wants them named: those of all PHUB_* variables
+    in `environment`, with which it is run, since Open MPI gives other hosts no others.
 
     Raises:
         BackendUnavailable: the mpirun does not run.
@@ -62,19 +60,19 @@ def mpirun_command(
         raise BackendUnavailable(f"[launch] {program} does not run: {error}") from error
     where = ",".join(f"{host}:{slots}" for host, slots in hosts.items())
     if "Open MPI" in asked.stdout:
-        names = [word for name in settings for word in ("-x", name)]
+        ours = sorted(name for name in environment if name.startswith("PHUB_"))
+        names = [word for name in ours for word in ("-x", name)]
         return [program, "-n", str(size), "-H", where, "--tag-output", *names, *command]
     return [program, "-n", str(size), "-hosts", where, "-prepend-rank", *command]
 
 
-def find_mpirun() -> str:
-    """The mpirun of the MPI beside this Python, else the one on PATH.
+def require_mpirun() -> str:
+    """The mpirun to use.
 
     Raises:
         BackendUnavailable: there is none; the message says what else starts several hosts.
     """
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    found = find_mpirun()
     if found is None:
         raise BackendUnavailable(
             "[launch] several hosts need mpirun, which is not here: pip install "

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from phub_collective.launch import processes
+from phub_collective.launch.output import write_all
 from phub_collective.launch.supervisor import GRACE_S, KILL_S, Plan
+from phub_collective.machine import usable_cpus
 from phub_collective.rendezvous.store import StoreServer
-from phub_collective.rendezvous.topology import usable_cpus
 
 # Variables of launchers above us, which would make a worker believe it was theirs.
 FOREIGN = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "MPI_LOCAL")
@@ -105,7 +106,7 @@ def _supervisor(plan: Plan) -> Iterator[BinaryIO]:
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
         with contextlib.suppress(BrokenPipeError):
-            _write_all(orders, json.dumps(asdict(plan)).encode() + b"\n")
+            write_all(orders.fileno(), json.dumps(asdict(plan)).encode() + b"\n")
         with open(read, "rb") as events:
             yield events
     finally:
@@ -114,11 +115,6 @@ def _supervisor(plan: Plan) -> Iterator[BinaryIO]:
         _kill_the_rest()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _write_all(pipe: Any, data: bytes) -> None:
-    while data:
-        data = data[pipe.write(data) :]
 
 
 def _kill_the_rest() -> None:

@@ -74,7 +74,7 @@ class Forwarder:
         if not data and stream.rest:
             lines, stream.rest = lines + stream.rest + b"\n", b""
         if lines:
-            _write_all(stream.target, self._with_prefix(stream, lines))
+            _pass_to(stream.target, self._with_prefix(stream, lines))
 
     def _with_prefix(self, stream: _Stream, lines: bytes) -> bytes:
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
@@ -91,13 +91,18 @@ def _copy(stream: _Stream, data: bytes) -> None:
             return
     except OSError as error:
         message = f"phubrun: no more copy of rank {stream.rank}'s {stream.name}: {error}\n"
-        _write_all(2, message.encode())
+        _pass_to(2, message.encode())
     stream.copy.close()
     stream.copy = None
 
 
-def _write_all(target: int, data: bytes) -> None:
+def _pass_to(target: int, data: bytes) -> None:
     """Write; when nobody reads our output any more, the job goes on without."""
     with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(target, data) :]
+        write_all(target, data)
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write all of `data` to a descriptor, however little it takes at once."""
+    while data:
+        data = data[os.write(target, data) :]

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
-from pathlib import Path
 
+from phub_collective.machine import host_hint
 from phub_collective.rendezvous import Rendezvous
 
 PROBE_S = 5.0  # connecting to a local socket takes microseconds
-
-
-def host_hint() -> str:
-    """What processes of one host have in common; saves trying those that differ in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/thread-self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _reachable(name: str) -> bool:

@@ -6,23 +6,18 @@ offers: MPI, or torch's own TCPStore.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import socket
-import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from phub_collective.errors import BackendUnavailable, ConfigError, PeerTimeout
+from phub_collective.machine import host_hint, own_addresses
 from phub_collective.rendezvous import StoreRendezvous
-from phub_collective.rendezvous.hosts import host_hint
 from phub_collective.rendezvous.store import StoreServer
 
-SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 NOTICE_BYTES = 4096  # room for addresses and secret in the MPI broadcast
 POLL_S = 0.005
 
@@ -44,19 +39,6 @@ class TorchStore:
     prefix: str  # of our keys in it
     agent_serves: bool  # else rank 0 must
     one_host: bool  # all ranks of the job are on it
-
-
-def own_addresses() -> list[str]:
-    """This host's IPv4 addresses, loopback first (it is the quickest to try, and the store's
-    secret tells the right server from somebody else's)."""
-    found = ["127.0.0.1"]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return list(dict.fromkeys(found))
 
 
 def serve(one_host: bool) -> tuple[StoreServer, bytes]:

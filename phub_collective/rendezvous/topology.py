@@ -23,12 +23,7 @@ from phub_collective.rendezvous.hosts import ranks_of_this_host
 from phub_collective.rendezvous.identity import Identity, identify
 from phub_collective.rendezvous.meeting import TorchStore, Waits, through_mpi, through_torch
 
-__all__ = ["Identity", "connect", "identify", "usable_cpus"]
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may run on: a container or taskset may allow few of the machine's."""
-    return len(os.sched_getaffinity(0))
+__all__ = ["Identity", "connect", "identify"]
 
 
 def connect(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import phub_collective
 from phub_collective.backends.base import Context
-from phub_collective.rendezvous.hosts import host_hint
+from phub_collective.machine import host_hint, usable_cpus
 from phub_collective.selection.costmodel import Point
 
 # Settings that change how fast a backend is.
@@ -28,7 +28,7 @@ Points = dict[str, list[Point]]
 
 def key(context: Context, candidates: Sequence[str]) -> str:
     """What the measurements depend on, as a readable text; equal on all ranks. Collective."""
-    host = f"{socket.gethostname()} {host_hint()} {len(os.sched_getaffinity(0))} CPUs"
+    host = f"{socket.gethostname()} {host_hint()} {usable_cpus()} CPUs"
     hosts = context.rendezvous.all_gather("selector.host", host.encode())
     return json.dumps(
         {

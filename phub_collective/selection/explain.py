@@ -13,9 +13,9 @@ from phub_collective.config import Config
 from phub_collective.rendezvous.identity import identify
 from phub_collective.selection.costmodel import Curve
 from phub_collective.selection.probe import SIZES
-from phub_collective.selection.rules import UNITS
 from phub_collective.selection.selector import Selector
 from phub_collective.session import Session
+from phub_collective.sizes import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,12 +103,6 @@ def _times(selector: Selector) -> Iterator[str]:
     for nbytes in sorted({*SIZES, 25 << 20, 100 << 20}):
         times = "".join(f"{time_text(curve.seconds(nbytes)):>18}" for curve in curves.values())
         yield f"{size_text(nbytes):>12}{times}  {selector.choose(nbytes)}"
-
-
-def size_text(nbytes: int) -> str:
-    """ "64 KiB": in the largest unit that is not below 1."""
-    name, unit = next((n, u) for n, u in reversed(UNITS.items()) if n and (nbytes >= u or u == 1))
-    return f"{nbytes / unit:.4g} {name}"
 
 
 def time_text(seconds: float) -> str:

@@ -14,15 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phub_collective.errors import ConfigError
+from phub_collective.sizes import parse_size
 
 AUTO = "auto"
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 GRAMMAR = (
     "expected auto, NAME, ^NAME,NAME (auto without these), or rules by size such as "
     "ring:<64KiB,pbox (units B, KiB, MiB, GiB; < or >=; the last rule without a size)"
 )
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 @dataclass(frozen=True)
@@ -87,14 +85,6 @@ def parse(text: str, known: Sequence[str]) -> Rules:
     return Rules(text, rules, tuple(known))
 
 
-def size(text: str) -> int:
-    """Bytes of "64KiB"; ValueError when it is none."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"{text!r} is no size")
-    return int(float(match[1]) * UNITS[match[2]])
-
-
 def _rule(part: str, text: str, known: Sequence[str]) -> Rule:
     name, colon, limit = part.partition(":")
     name = AUTO if name.strip() == AUTO else _name(name, text, known)
@@ -104,7 +94,7 @@ def _rule(part: str, text: str, known: Sequence[str]) -> Rule:
     try:
         if match is None:
             raise ValueError(f"{limit!r} is no limit")
-        nbytes = size(match[2])
+        nbytes = parse_size(match[2])
     except ValueError as error:
         raise _error(text, f"in {part!r}, {error}") from None
     return Rule(name, end=nbytes) if match[1] == "<" else Rule(name, begin=nbytes)

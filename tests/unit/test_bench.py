@@ -25,7 +25,7 @@ from phub_collective.bench import pattern, report
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.measure import measure
 from phub_collective.bench.pattern import Pattern
-from phub_collective.bench.plan import Plan, Workload, format_bytes, parse_bytes
+from phub_collective.bench.plan import Plan, Workload, parse_bytes
 from phub_collective.bench.subjects import (
     ArenaAllreduce,
     FlatAllreduce,
@@ -36,6 +36,7 @@ from phub_collective.bench.subjects import (
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PeerLost, PeerTimeout, PhubError
 from phub_collective.rendezvous import LocalRendezvous
+from phub_collective.sizes import size_text
 
 EXCHANGED = [dtype for dtype in DType if dtype is not DType.BOOL]
 PLAN = Plan(["ring"], "allreduce", "shm", 2, False, ["4096"])
@@ -153,7 +154,7 @@ class TestPlan:
     )
     def test_sizes(self, text: str, nbytes: int) -> None:
         assert parse_bytes(text) == nbytes
-        assert parse_bytes(format_bytes(nbytes)) == nbytes
+        assert parse_bytes(size_text(nbytes)) == nbytes
 
     @pytest.mark.parametrize("text", ["", "MiB", "1MB", "x", "-1KiB"])
     def test_sizes_that_are_none(self, text: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from phub_collective.launch.delegate import find_mpirun
+from phub_collective.launch.delegate import require_mpirun
 
 PYTHON = sys.executable
 QUICK = ["--grace", "0.3"]
@@ -300,7 +300,7 @@ def test_wrong_usage_starts_nothing(launcher: Launcher, arguments: list[str], sa
 
 def test_several_hosts_are_started_by_mpirun_and_ranks_still_meet(launcher: Launcher) -> None:
     pytest.importorskip("mpi4py")
-    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([require_mpirun(), "--version"], capture_output=True, text=True).stdout
     if "HYDRA" not in version:
         pytest.skip("only MPICH's mpirun can pretend to reach a host")
     # Its daemons are forked here instead of being sent to hosts "one" and "two" by ssh.

@@ -33,13 +33,15 @@ def stand_in(folder: Path, version: str) -> str:
 
 
 def test_each_mpi_gets_its_own_flags_and_no_values_of_variables(tmp_path: Path) -> None:
-    settings, where, command = {"PHUB_LANE": "tcp"}, {"a": 2, "b": 2}, ["python", "train.py"]
+    settings = {"PATH": "/bin", "PHUB_TOKEN": "secret", "PHUB_LANE": "tcp"}
+    where, command = {"a": 2, "b": 2}, ["python", "train.py"]
     mpich = stand_in(tmp_path, "HYDRA build details")
     words = delegate.mpirun_command(mpich, where, 4, settings, command)
     assert words[1:] == ["-n", "4", "-hosts", "a:2,b:2", "-prepend-rank", *command]
     open_mpi = stand_in(tmp_path, "mpirun (Open MPI) 5.0.1")
     words = delegate.mpirun_command(open_mpi, where, 4, settings, command)
-    assert words[1:] == ["-n", "4", "-H", "a:2,b:2", "--tag-output", "-x", "PHUB_LANE", *command]
+    exported = ["-x", "PHUB_LANE", "-x", "PHUB_TOKEN"]
+    assert words[1:] == ["-n", "4", "-H", "a:2,b:2", "--tag-output", *exported, *command]
 
 
 def test_several_hosts_become_mpirun_with_the_settings_in_its_environment(
@@ -47,7 +49,8 @@ def test_several_hosts_become_mpirun_with_the_settings_in_its_environment(
 ) -> None:
     program = stand_in(tmp_path, "HYDRA")
     became: list[object] = []
-    monkeypatch.setattr(delegate, "find_mpirun", lambda: program)
+    monkeypatch.setattr(delegate, "require_mpirun", lambda: program)
+    monkeypatch.setenv("PHUB_RENDEZVOUS", "of a job around us")
     monkeypatch.setattr(os, "execvpe", lambda *call: became.extend(call))
     cli.main(["-np", "3", "-H", "far:2,away:2", "--backend", "ring", "python", "x.py"])
     path, words, environment = became
@@ -63,7 +66,7 @@ def test_without_an_mpirun_the_other_ways_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(BackendUnavailable, match="srun python .*torchrun"):
-        delegate.find_mpirun()
+        delegate.require_mpirun()
 
 
 @pytest.mark.parametrize(

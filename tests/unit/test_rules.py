@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phub_collective.errors import ConfigError
-from phub_collective.selection.rules import AUTO, parse, size
+from phub_collective.selection.rules import AUTO, parse
+from phub_collective.sizes import parse_size
 
 KNOWN = ["pbox", "ring", "gloo"]
 
@@ -66,4 +67,4 @@ def test_a_wrong_text_is_shown_with_the_grammar(text: str, what: str) -> None:
     ("text", "nbytes"), [("0", 0), ("17 B", 17), ("1.5KiB", 1536), ("2MiB", 1 << 21)]
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    assert size(text) == nbytes
+    assert parse_size(text) == nbytes

@@ -14,9 +14,10 @@ import pytest
 
 from phub_collective.config import Config
 from phub_collective.errors import AuthError, ConfigError, PeerTimeout
+from phub_collective.machine import usable_cpus
 from phub_collective.rendezvous import LocalRendezvous, hosts
 from phub_collective.rendezvous.store import StoreServer
-from phub_collective.rendezvous.topology import Identity, connect, identify, usable_cpus
+from phub_collective.rendezvous.topology import Identity, connect, identify
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 PHUB = {"PHUB_RENDEZVOUS": "127.0.0.1:1", "PHUB_RANK": "0", "PHUB_SIZE": "2"}
@@ -82,7 +83,7 @@ def test_a_single_process_needs_nobody() -> None:
 
 def test_usable_cpus_are_those_we_may_run_on() -> None:
     command = ["taskset", "-c", "0", sys.executable, "-c"]
-    code = "from phub_collective.rendezvous.topology import usable_cpus; print(usable_cpus())"
+    code = "from phub_collective.machine import usable_cpus; print(usable_cpus())"
     out = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
     assert out.stdout == "1\n"
     assert usable_cpus() == len(os.sched_getaffinity(0))
