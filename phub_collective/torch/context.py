@@ -1,7 +1,7 @@
 """The process's place in the job: `init`, `shutdown`, `rank` and their kin.
 
 Everything else in this package asks `face()` for the session; nothing but this module holds state
-for the process.
+for the process. (`Session.open` sets the level of Python's loggers, which are the process's.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import atexit
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from phub_collective.errors import ConfigError
 from phub_collective.torch.names import OperationNames, UnnamedWork
@@ -24,12 +26,15 @@ class Face:
 
     Attributes:
         session: the connection to the other ranks.
+        parameter_of_copy: for each living entry of a state_dict() that is a copy, the shared
+            parameter it was made of: a broadcast into the copy is meant for the parameter.
         process: the process that called `init`; a forked child must not say farewell for it.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.process = os.getpid()
+        self.parameter_of_copy = WeakIdKeyDictionary()
         self._names = OperationNames()
         self._exchanges = 0
         self._cross: tuple[int, int] | None = None
@@ -86,8 +91,13 @@ def init(
         return
     from phub_collective.session import Session
 
-    _face = Face(Session.open(**settings))
-    _face.cross()
+    made = Face(Session.open(**settings))
+    try:
+        made.cross()
+    except BaseException:
+        made.session.close()
+        raise
+    _face = made
     atexit.register(shutdown)
 
 

@@ -13,7 +13,6 @@ from phub_collective.backends.operations import first_difference
 from phub_collective.errors import ConfigError, MismatchError
 from phub_collective.torch.context import face
 from phub_collective.torch.ops import Sum, allreduce_, broadcast_, broadcast_group_
-from phub_collective.torch.shared_model import parameter_of_copy
 from phub_collective.torch.tensors import check_host, short_name
 
 GROUP_BYTES = 25 << 20  # small tensors travel together, up to this size
@@ -82,7 +81,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     tensors = [tensor for _, tensor in named]
     _broadcast_all(tensors, root_rank)
     for tensor in tensors:
-        parameter = parameter_of_copy(tensor)
+        parameter = face().parameter_of_copy.get(tensor, None)
         if parameter is not None:
             with torch.no_grad():
                 parameter.copy_(tensor)

@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from phub_collective.backends.base import Exchange
 from phub_collective.torch.arena import Slot, view
+from phub_collective.torch.context import face, is_initialized
 from phub_collective.torch.places import ServerPlace
 from phub_collective.torch.tensors import count_write
 
@@ -48,20 +48,10 @@ class SharedModelPlace(ServerPlace):
             count_write(slot.parameter)
 
 
-# Copies that state_dict() returned -> the parameter they were made of. A broadcast into such a
-# copy is meant for the parameter.
-_copies = WeakIdKeyDictionary()
-
-
-def parameter_of_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The shared parameter that `tensor`, an entry of a state_dict(), is a copy of."""
-    parameter: torch.Tensor | None = _copies.get(tensor, None)
-    return parameter
-
-
 def copy_in_state_dict(parameters: Collection[int]) -> None:
     """Make state_dict() of the modules that own `parameters` (ids) return copies: a view would
-    change with every second step, and keep the whole arena alive."""
+    change with every second step, and keep the whole arena alive. The hooks stay for as long as
+    the modules do, since their parameters stay views."""
     for module in _modules():
         owned = module.__dict__.get("_parameters", {}).values()
         hooks = module.__dict__.get("_state_dict_hooks", {}).values()
@@ -82,4 +72,5 @@ def _copy_entries(
         if isinstance(entry, torch.Tensor) and entry is not parameter:  # keep_vars=True
             copy = entry.detach().clone()
             state_dict[prefix + name] = copy
-            _copies[copy] = parameter
+            if is_initialized():
+                face().parameter_of_copy[copy] = parameter

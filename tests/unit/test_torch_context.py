@@ -9,8 +9,9 @@ import torch
 
 import phub_collective.torch as hvd
 from phub_collective import backends
-from phub_collective.errors import ConfigError
+from phub_collective.errors import ConfigError, PeerLost
 from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
+from phub_collective.torch.context import Face
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,19 @@ def test_bad_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         hvd.init(**arguments)
     assert not hvd.is_initialized()
+
+
+def test_init_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> tuple[int, int]:
+        raise PeerLost("[rendezvous] rank 1 died", 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Face, "cross", fail)
+        with pytest.raises(PeerLost):
+            hvd.init(backend="gloo")
+    assert not hvd.is_initialized()
+    hvd.init(backend="gloo")
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
 def test_what_is_built_is_said_truly() -> None:
