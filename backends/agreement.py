@@ -19,7 +19,6 @@ from phub_collective.errors import InternalError, PeerLost, PeerTimeout, PhubErr
 
 BELL_S = 60.0  # how long one wait for a round may last before it is begun again
 CLOSE_S = 5.0  # how long `close` waits for the other ranks' last round
-ASK_S = 2.0  # how long an error waits for the ranks it could name
 
 Use = tuple[str, int]  # a name, and how many times it was used before
 
@@ -65,7 +64,8 @@ class Agreement:
     """One rank's part in the rounds; `label` is the same on all ranks and unique in the job."""
 
     def __init__(self, context: Context, label: str, listener: Listener) -> None:
-        self._rank, self._timeout = context.rank, context.config.timeout
+        # Of a round: a rank that is only late stalls it, and one that is lost ends it at once.
+        self._rank, self._timeout = context.rank, context.config.stall_timeout
         self._rendezvous, self._label, self._listener = context.rendezvous, label, listener
         self._changed = threading.Condition()
         # guarded by _changed
@@ -91,14 +91,14 @@ class Agreement:
         with self._changed:
             return self._negotiation.missing(name)
 
-    def absent(self, use: Use) -> tuple[int, ...]:
-        """Ask all ranks: those that have not begun this use; empty when too few answer in time."""
+    def absent(self, use: Use, seconds: float) -> tuple[int, ...]:
+        """Ask all ranks: those that have not begun this use; empty when not all answer in time."""
         with self._changed:
             if self._ended is None:
                 self._mine.asked.append(use)
                 self._ring()
                 key = _key(use)
-                self._changed.wait_for(lambda: key in self._absent or self._ended, ASK_S)
+                self._changed.wait_for(lambda: key in self._absent or self._ended, seconds)
                 return self._absent.pop(key, ())
         return ()
 

@@ -29,12 +29,13 @@ from phub_collective.backends.base import Backend, Context, Kind, Operation, Wor
 from phub_collective.backends.negotiation import Announcement, Decision, Refuse, Start
 from phub_collective.backends.operations import check, describe
 from phub_collective.backends.transfer import Transfer
+from phub_collective.backends.waiting import Missing, Waiter
 from phub_collective.errors import (
     ConfigError,
     DuplicateName,
+    InternalError,
     MismatchError,
     PeerLost,
-    PeerTimeout,
     PhubError,
 )
 
@@ -52,9 +53,8 @@ class Handle(Protocol):
         """Block up to so long (0: only look); True when it has ended, well or not."""
         ...
 
-    def error(self) -> str | None:
-        """After it ended: None, or what the library says went wrong."""
-        ...
+    def check(self) -> None:
+        """After it ended: raise what the library says went wrong, a RuntimeError."""
 
 
 class Channel(Protocol):
@@ -98,15 +98,15 @@ class ChannelWork:
 
     def begin(self, channel: Channel) -> None:
         """Start on `channel`. Held lock: starts on one channel happen in their agreed order."""
-        if self._operation.kind is not Kind.BARRIER:
-            self._transfer = Transfer(self._operation, self._owner.context.size)
-            if not self._transfer.array.size:
-                self.end(None)
-                return
         try:
+            if self._operation.kind is not Kind.BARRIER:
+                self._transfer = Transfer(self._operation, self._owner.context.size)
+                if not self._transfer.array.size:
+                    self.end(None)
+                    return
             self.handle = channel.start(self._transfer, self.look)
-        except RuntimeError as error:  # the channel is broken already
-            self.end(self._owner.explain(self.name, str(error)))
+        except Exception as error:
+            self.end(self._owner.blame(self.name, error))
             return
         if self.handle.wait(0.0):  # so soon that `look` came too early
             self._complete(self.handle)
@@ -123,10 +123,13 @@ class ChannelWork:
             if self._completing or self.over:
                 return
             self._completing = True  # here, without the lock: it may take milliseconds
-        text = handle.error()
-        error = None if text is None else self._owner.explain(self.name, text)
-        if error is None and self._transfer is not None:
-            self._transfer.finish()
+        error: PhubError | None = None
+        try:
+            handle.check()
+            if self._transfer is not None:
+                self._transfer.finish()
+        except Exception as failure:  # whoever waits must get it, whichever thread this is
+            error = self._owner.blame(self.name, failure)
         with self._owner.lock:
             self.end(error)
 
@@ -141,39 +144,24 @@ class ChannelWork:
         return self.over
 
     def wait(self, timeout: float | None = None) -> None:
-        config = self._owner.context.config
-        limit = config.stall_timeout if timeout is None else timeout
-        begin = time.monotonic()
-        warn_at = begin + config.stall_warning
-        while not self._advance(min(begin + limit, warn_at)):
-            now = time.monotonic()
-            late = self._owner.late(self, now - begin)
-            if now >= begin + limit:
-                raise late
-            log.warning("%s; an error follows after %g s", late, limit)
-            warn_at = begin + limit
+        owner = self._owner
+        owner.waiter.wait(
+            self._step, repr(self.name), lambda s: owner.missing(self, s), timeout, SLICE_S
+        )
         if self.error is not None:
             raise self.error
 
-    def _advance(self, deadline: float) -> bool:
-        """Wait until the deadline (of time.monotonic); True when the operation is over."""
-        lock = self._owner.lock
-        if self.handle is None:
+    def _step(self, seconds: float) -> bool:
+        """Wait at most so long; True when the operation is over."""
+        lock, handle = self._owner.lock, self.handle
+        if handle is None:
             with lock:
-                if not lock.wait_for(
-                    lambda: self.handle is not None or self.over, deadline - time.monotonic()
-                ):
-                    return False
-        while not self.over:
-            assert self.handle is not None
-            left = deadline - time.monotonic()
-            if self.handle.wait(max(0.0, min(left, SLICE_S))):
-                self._complete(self.handle)
-                with lock:  # if another thread is at it already
-                    lock.wait_for(lambda: self.over, SLICE_S)
-            elif left <= 0:
-                return False
-        return True
+                lock.wait_for(lambda: self.handle is not None or self.over, seconds)
+        elif not self.over and handle.wait(seconds):
+            self._complete(handle)
+            with lock:  # if another thread is at it already
+                lock.wait_for(lambda: self.over, seconds)
+        return self.over
 
 
 class ChannelBackend(Backend):
@@ -182,6 +170,7 @@ class ChannelBackend(Backend):
     Attributes:
         max_channels: names beyond so many are announced at every use.
         label: equal on all ranks, unique in the job.
+        waiter: how this rank waits.
         lock: guards all that changes in here and in the works.
     """
 
@@ -189,6 +178,7 @@ class ChannelBackend(Backend):
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.waiter = Waiter(self.name, context.rank, context.config)
         self.lock = threading.Condition(threading.RLock())
         self._flying: dict[str, ChannelWork] = {}
         self._abandoned: list[ChannelWork] = []  # failed, but the library may use their memory
@@ -200,7 +190,9 @@ class ChannelBackend(Backend):
         self._closed = False
         self._opened = 0
         # Rank 0's choice; the next backend of this name in the same job has another one.
-        labels = context.rendezvous.all_gather(self.name, secrets.token_hex(4).encode())
+        labels = context.rendezvous.all_gather(
+            self.name, secrets.token_hex(4).encode(), context.config.start_timeout
+        )
         self.label = f"{self.name}.{labels[0].decode()}"
         self._shared = self._next_channel()
         self._agreement = Agreement(context, self.label, self)
@@ -361,23 +353,20 @@ class ChannelBackend(Backend):
             del self._flying[work.name]
         self.lock.notify_all()
 
-    def late(self, work: ChannelWork, waited: float) -> PeerTimeout:
-        """The error of a wait that took too long: whom it waited for, as far as can be found."""
+    def missing(self, work: ChannelWork, seconds: float) -> Missing:
+        """Whom `work` waits for, as far as can be found out in so many seconds."""
         if work.handle is None:
-            missing = self._agreement.missing(work.name)
-        else:
-            missing = self._agreement.absent((work.name, work.use)) if work.use >= 0 else ()
-        who = f"ranks {', '.join(map(str, missing))}" if missing else "the other ranks"
-        return PeerTimeout(
-            f"[{self.name}] rank {self.context.rank} has waited {waited:.1f} s for {who} in "
-            f"{work.name!r}; has every rank submitted it?",
-            missing,
-        )
+            return Missing(self._agreement.missing(work.name))
+        if work.use < 0:
+            return Missing()
+        return Missing(self._agreement.absent((work.name, work.use), seconds))
 
-    def explain(self, name: str, text: str) -> PhubError:
-        """The error for a failure in the library: that of the lost rank, when one is found."""
+    def blame(self, name: str, failure: Exception) -> PhubError:
+        """The error for an exception: that of the lost rank, when the library failed for it."""
+        what = f"[{self.name}] rank {self.context.rank}: {name!r} failed: "
+        if not isinstance(failure, RuntimeError):  # not the library's
+            log.error("%s%r", what, failure, exc_info=failure)
+            return InternalError(f"{what}{failure!r}")
         with self.lock:
             self.lock.wait_for(lambda: self._ended is not None, BLAME_S)
-            if self._ended is not None:
-                return self._ended
-        return PeerLost(f"[{self.name}] rank {self.context.rank}: {name!r} failed: {text}")
+            return self._ended or PeerLost(f"{what}{failure}")

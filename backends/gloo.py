@@ -10,6 +10,8 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +19,9 @@ from phub_collective.backends.base import Backend, Context, Kind
 from phub_collective.backends.channels import Channel, ChannelBackend, Handle
 from phub_collective.backends.transfer import Transfer
 from phub_collective.errors import BackendUnavailable, PeerTimeout, PhubError
-from phub_collective.rendezvous.meeting import own_addresses
+from phub_collective.machine import own_addresses
 
+GRACE_S = 5.0  # Gloo's own timeout, whose error says more, comes first
 MAX_CHANNELS = 16  # each has a socket for every peer, and a thread
 
 
@@ -54,13 +57,34 @@ class GlooBackend(ChannelBackend):
         super().__init__(context)
 
     def open_channel(self, number: int) -> Channel:
+        context = self.context
+        key = f"{self.label}/{number}/connected/{context.rank}"
+        made: Future[GlooChannel] = Future()
+
+        def connect() -> None:
+            try:
+                made.set_result(self._connect(number))
+            except Exception as error:
+                made.set_exception(error)
+            with suppress(PhubError):  # nobody waits for it any more
+                context.rendezvous.put(key, b"")
+
+        # Torch knows nothing of ranks that die meanwhile, but the rendezvous does. So a rank that
+        # is only late has the time of a stall, and one that is lost is an error at once.
+        threading.Thread(target=connect, name=f"phub-gloo-{number}", daemon=True).start()
+        context.rendezvous.get(key, context.config.stall_timeout + GRACE_S)
+        context.rendezvous.discard(key)
+        return made.result()
+
+    def _connect(self, number: int) -> GlooChannel:
         from torch.distributed import ProcessGroupGloo
 
         context = self.context
+        stall = timedelta(seconds=context.config.stall_timeout)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._threads = 1  # on the shared channel too: its operations have one order anyway
-        options._timeout = timedelta(seconds=context.config.timeout)
+        options._timeout = stall
         try:
             store = _store(context, f"{self.label}/{number}/")
             group = ProcessGroupGloo(store, context.rank, context.size, options)
@@ -71,8 +95,7 @@ class GlooBackend(ChannelBackend):
                 f"[gloo] rank {context.rank} could not connect to the other {context.size - 1} "
                 f"ranks: {error}"
             ) from error
-        group.set_timeout(timedelta(seconds=context.config.stall_timeout))
-        return GlooChannel(group)
+        return GlooChannel(group, store)
 
     def disconnect(self, orderly: bool) -> None:
         """Process groups close their sockets when the last reference goes."""
@@ -81,8 +104,9 @@ class GlooBackend(ChannelBackend):
 class GlooChannel:
     """See `Channel`."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, store: Any) -> None:
         self._group = group
+        self._store = store  # the group holds its C++ half only, which can do nothing by itself
 
     def start(self, transfer: Transfer | None, ended: Callable[[], None]) -> Handle:
         return GlooWork(self._work(transfer), ended)
@@ -119,12 +143,8 @@ class GlooWork:
     def wait(self, seconds: float) -> bool:
         return self._over.wait(seconds) if seconds > 0 else self._over.is_set()
 
-    def error(self) -> str | None:
-        try:
-            self._future.value()
-        except RuntimeError as error:
-            return str(error)
-        return None
+    def check(self) -> None:
+        self._future.value()
 
 
 def _device(context: Context) -> Any:
@@ -153,10 +173,10 @@ def _store(context: Context, prefix: str) -> Any:
             rendezvous.put(prefix + key, data)
 
         def get(self, key: str) -> bytes:
-            return rendezvous.get(prefix + key, context.config.timeout)
+            return rendezvous.get(prefix + key, context.config.stall_timeout)
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-            seconds = context.config.timeout if timeout is None else timeout.total_seconds()
+            seconds = context.config.stall_timeout if timeout is None else timeout.total_seconds()
             for key in keys:
                 rendezvous.get(prefix + key, seconds)
 

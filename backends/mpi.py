@@ -29,6 +29,7 @@ MAX_CHANNELS = 256  # MPICH has about 2000 communicators
 PUMP_S = 0.0002  # while an operation is under way and nobody waits
 REST_S = 0.05  # after this time without operations the pump sleeps until it is called
 POLL_S = 0.001  # while communicators are made
+CLOSE_S = 5.0  # for the pump's last look
 
 
 def is_available() -> str | None:
@@ -51,7 +52,9 @@ def create(context: Context) -> Backend:
 
     world = MPI.COMM_WORLD
     mine = [world.rank, world.size, MPI.Query_thread() >= MPI.THREAD_MULTIPLE]
-    facts = context.rendezvous.all_gather("mpi", json.dumps(mine).encode())
+    facts = context.rendezvous.all_gather(
+        "mpi", json.dumps(mine).encode(), context.config.start_timeout
+    )
     for rank, (mpi_rank, mpi_size, threads) in enumerate(map(json.loads, facts)):
         if (mpi_rank, mpi_size) != (rank, context.size):
             raise ConfigError(
@@ -76,7 +79,7 @@ class MpiBackend(ChannelBackend):
         super().__init__(context)
 
     def open_channel(self, number: int) -> Channel:
-        timeout = self.context.config.timeout
+        timeout = self.context.config.stall_timeout
         communicator, request = self._mpi.COMM_WORLD.Idup()
         deadline = time.monotonic() + timeout
         while not request.Test():
@@ -124,17 +127,21 @@ class MpiChannel:
 
 
 class MpiRequest:
-    """See `Handle`. MPI's default error handler ends the job, so there is no error to report."""
+    """See `Handle`."""
 
     def __init__(self, request: Any, pump: Pump) -> None:
         self._request, self._pump = request, pump
         self._lock = threading.Lock()  # a request must not be tested by two threads at once
         self._done = False
+        self._error: RuntimeError | None = None
 
     def test(self) -> bool:
         with self._lock:
             if not self._done:
-                self._done = self._request.Test()
+                try:
+                    self._done = self._request.Test()
+                except RuntimeError as error:  # mpi4py has MPI's errors returned, if MPI survives
+                    self._done, self._error = True, error
             return self._done
 
     def wait(self, seconds: float) -> bool:
@@ -148,8 +155,9 @@ class MpiRequest:
                     return False
         return True
 
-    def error(self) -> str | None:
-        return None
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class Pump:
@@ -175,21 +183,21 @@ class Pump:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         last_used = 0.0
-        while not self._closed:
+        while True:
             with self._changed:
-                watched, self._watched = self._watched, []
-                now = time.monotonic()
-                if watched:
-                    last_used = now
-                elif now - last_used > REST_S:
+                if not self._watched and time.monotonic() - last_used > REST_S:
                     self._resting = True
-                    self._changed.wait()
+                    self._changed.wait_for(lambda: self._watched or self._closed)
                     self._resting = False
-                    continue
+                if self._closed:
+                    return
+                watched, self._watched = self._watched, []
+            if watched:
+                last_used = time.monotonic()
             left = watched if self.paused.count else [w for w in watched if not self._move(*w)]
             with self._changed:
                 self._watched += left
