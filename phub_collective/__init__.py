@@ -4,6 +4,9 @@ Training scripts import a face: `import phub_collective.torch as hvd`. This pack
 no framework, opens no socket and reads no environment variable.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from phub_collective.config import Config
 from phub_collective.errors import (
     AuthError,
@@ -18,6 +21,10 @@ from phub_collective.errors import (
     ProtocolError,
 )
 
+if TYPE_CHECKING:
+    from phub_collective.backends.base import Hyper
+    from phub_collective.backends.pbox.service import connect_service, create_service
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DuplicateName",
+    "Hyper",
     "InternalError",
     "MismatchError",
     "PeerLost",
@@ -33,4 +41,19 @@ __all__ = [
     "PhubError",
     "ProtocolError",
     "__version__",
+    "connect_service",
+    "create_service",
 ]
+
+# The PBox from NumPy. These need NumPy, which takes longer to import than all the rest.
+_LAZY = {
+    "Hyper": "phub_collective.backends.base",
+    "connect_service": "phub_collective.backends.pbox.service",
+    "create_service": "phub_collective.backends.pbox.service",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'phub_collective' has no attribute {name!r}")

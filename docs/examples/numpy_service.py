@@ -9,8 +9,7 @@ import sys
 
 import numpy as np
 
-from phub_collective.backends.base import Hyper
-from phub_collective.backends.pbox.service import connect_service, create_service
+from phub_collective import Hyper, connect_service, create_service
 
 WORKERS, STEPS = 2, 200
 

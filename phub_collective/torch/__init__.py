@@ -3,7 +3,10 @@
 import phub_collective.torch as hvd
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from phub_collective.errors import PhubError as HorovodInternalError
+from phub_collective.torch.absent import absence
 from phub_collective.torch.built import (
     ccl_built,
     cuda_built,
@@ -102,3 +105,9 @@ __all__ = [
     "size",
     "synchronize",
 ]
+
+
+if not TYPE_CHECKING:  # for type checkers too, what is missing is missing
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(absence(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from phub_collective.errors import ConfigError
 
 
@@ -9,7 +11,15 @@ class NoCompression:
     """Tensors travel as they are."""
 
 
-class Compression:
+class _Choices(type):
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(
+            f"Compression.{name} is not in phub_collective.torch; use Compression.none, or "
+            "exchange what you have cast to float16 yourself"
+        )
+
+
+class Compression(metaclass=_Choices):
     """The choices for the `compression` argument."""
 
     none = NoCompression

@@ -69,6 +69,16 @@ def test_doctor_looks_at_this_machine(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == (1 if "cannot be imported" in findings["native"] else 0)
 
 
+def test_the_service_is_at_hand_in_the_package() -> None:
+    from phub_collective.backends.pbox import service
+
+    assert phub_collective.create_service is service.create_service
+    assert phub_collective.connect_service is service.connect_service
+    assert phub_collective.Hyper(lr=0.5).lr == 0.5
+    with pytest.raises(AttributeError, match="has no attribute 'serve'"):
+        phub_collective.serve  # noqa: B018
+
+
 def test_importing_the_package_imports_no_framework() -> None:
     code = "import sys, phub_collective.cli, phub_collective.launch.cli; print(*sys.modules)"
     command = [sys.executable, "-c", code]

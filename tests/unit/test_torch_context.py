@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import phub_collective.torch as hvd
 from phub_collective import backends
 from phub_collective.errors import ConfigError, PeerLost
 from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
+from phub_collective.torch.absent import ABSENT
 from phub_collective.torch.context import Face
 
 
@@ -91,6 +93,22 @@ def test_init_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     assert not hvd.is_initialized()
     hvd.init(backend="gloo")
     assert hvd.allreduce(torch.ones(1)).item() == 1.0
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_horovod_has_and_we_do_not_is_told(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"Horovod's {name} is not in .* yet; "):
+        getattr(hvd, name)
+    assert not hasattr(hvd, name)  # so that scripts can ask
+    trainer = Path(__file__).parents[2] / "docs" / "trainer.md"
+    assert f"`{name}`" in trainer.read_text()
+
+
+def test_any_other_attribute_is_missing_as_usual() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'allredcue'"):
+        hvd.allredcue  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"use Compression\.none"):
+        hvd.Compression.fp16  # noqa: B018
 
 
 def test_what_is_built_is_said_truly() -> None:
