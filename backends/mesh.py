@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,8 @@ from phub_collective.backends.native import load
 from phub_collective.backends.operations import check
 from phub_collective.backends.waiting import Missing, Waiter
 from phub_collective.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 Allreduce = Callable[[int, int, int], list[schedule.Step]]  # rank, size, count
 
@@ -94,13 +97,17 @@ class MeshBackend(Backend):
         )
         bell = self._engine.bell()
         for link in connect_all(self.context, self.name, self._core, bell, RING_BYTES):
-            fd = link.sock.detach()
+            fd, carrier = link.sock.detach(), "shm"
             if link.memory < 0:
                 self.native.attach_tcp(link.peer, fd, options, FRAME_BYTES)
+                carrier = f"tcp ({self._core.congestion_control(fd)})"
             else:
                 self.native.attach_shm(
                     link.peer, fd, link.memory, link.bell, link.first, FRAME_BYTES
                 )
+            log.info(
+                "[%s] rank %d: %s to rank %d", self.name, self.context.rank, carrier, link.peer
+            )
 
     def submit(self, operation: Operation) -> Work:
         check(operation, self.context.size, self.name)

@@ -25,10 +25,12 @@ from phub_collective.backends.base import (
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PeerTimeout, PhubError
 from phub_collective.logs import set_level
+from phub_collective.mappings import pages_of
 from phub_collective.rendezvous import topology
 from phub_collective.selection.firstuse import FirstUse, size_of
 from phub_collective.selection.rules import AUTO
 from phub_collective.selection.selector import Selector
+from phub_collective.sizes import size_text
 
 log = logging.getLogger(__name__)
 
@@ -171,9 +173,16 @@ class Session:
     def open_exchange(self, spec: ExchangeSpec, backend: str | None = None) -> Exchange:
         """Register a model with `backend`, or with the one for its size. Collective."""
         if backend is not None and backend != AUTO:
-            return self.backend(backend).open_exchange(spec)
-        nbytes = sum(key.nbytes for key in spec.keys)
-        return self.choose(nbytes, spec.place == "server").open_exchange(spec)
+            chosen = self.backend(backend)
+        else:
+            nbytes = sum(key.nbytes for key in spec.keys)
+            chosen = self.choose(nbytes, spec.place == "server")
+        exchange = chosen.open_exchange(spec)
+        if log.isEnabledFor(logging.INFO):
+            what = f"{spec.name}: {len(spec.keys)} keys, {size_text(exchange.arena.nbytes)}"
+            pages = pages_of(exchange.arena)
+            log.info("[session] rank %d: %s by %s in %s", self.rank, what, chosen.name, pages)
+        return exchange
 
     def close(self) -> None:
         """Close all backends and leave the job; idempotent. Collective in the sense that the

@@ -13,11 +13,13 @@ import gc
 import re
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+
+from phub_collective.mappings import mappings
 
 
 @dataclass(frozen=True)
@@ -104,38 +106,6 @@ class PeakMeter:
         self._sample()
 
 
-@dataclass
-class Mapping:
-    """One line range of /proc/self/smaps; sizes in bytes."""
-
-    begin: int
-    end: int
-    is_file: bool  # or a memory file
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def huge(self) -> int:
-        """Bytes that stand in huge pages of any kind."""
-        return self.reserved + sum(
-            self.sizes.get(name, 0) for name in ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
-        )
-
-    @property
-    def reserved(self) -> int:
-        """Bytes from the reserve of huge pages, which PSS leaves out."""
-        return self.sizes.get("Shared_Hugetlb", 0) + self.sizes.get("Private_Hugetlb", 0)
-
-
-def _mappings() -> list[Mapping]:
-    found: list[Mapping] = []
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", line):
-            found.append(Mapping(int(head[1], 16), int(head[2], 16), head[3] != "0"))
-        elif size := re.match(r"(\w+):\s+(\d+) kB", line):
-            found[-1].sizes[size[1]] = int(size[2]) << 10
-    return found
-
-
 @dataclass(frozen=True)
 class Held:
     """What some arrays of this process hold, in bytes; reserved huge pages are in `huge` only."""
@@ -147,11 +117,11 @@ class Held:
 
 def held(arrays: Iterable[np.ndarray]) -> Held:
     """Look the arrays' mappings up. An array in a part of a mapping gets its part of the pages."""
-    mappings = _mappings()
+    known = mappings()
     private = shared = huge = 0
     for array in arrays:
         address = int(array.__array_interface__["data"][0])
-        for mapping in mappings:
+        for mapping in known:
             overlap = min(mapping.end, address + array.nbytes) - max(mapping.begin, address)
             if overlap <= 0:
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from phub_collective.selection import cache, costmodel
 from phub_collective.selection.costmodel import Curve, Point
 from phub_collective.selection.probe import probe
 from phub_collective.selection.rules import AUTO, parse
+from phub_collective.sizes import size_text
+
+log = logging.getLogger(__name__)
 
 # Where the table may change: eight sizes per doubling, from 1 byte to 4 GiB.
 GRID = sorted({int(2 ** (step / 8)) for step in range(8 * 32 + 1)})
@@ -96,6 +100,10 @@ class Selector:
             self.table = Table.from_json(text[0].decode(), self._context.size)
             digest = hashlib.sha256(self.table.to_json().encode()).hexdigest()
             self._compare("the hash of the decision table", digest)
+        if self._context.rank == 0:
+            rows = ", ".join(f"{name} from {size_text(first)}" for first, name in self.table.rows)
+            auto = f"; auto ({self.table.source}): {rows}" if rows else ""
+            log.info("[selector] PHUB_BACKEND=%s%s", self.rules.text, auto)
         return list(dict.fromkeys([*self.rules.forced, *(name for _, name in self.table.rows)]))
 
     def choose(self, nbytes: int) -> str:
