@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS, Identity, join, open_lane
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
-from phub_collective.backends.pbox.server import NO_BELL, lane_payload
 from phub_collective.backends.waiting import Missing, Waiter
 from phub_collective.config import Config
 from phub_collective.errors import (
@@ -25,6 +25,8 @@ from phub_collective.errors import (
     ProtocolError,
     to_code,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -94,16 +96,20 @@ class Connection:
 
     def _open_lane(self, core: int) -> None:
         sock, descriptors = open_lane(self._who, self._welcome, core, self.transport)
-        payload = lane_payload(self.chunk_bytes)
+        payload = protocol.lane_payload(self.chunk_bytes)
+        carrier = self.transport
         if self.transport == "tcp":
             config = self.config
             options = self._core.TcpOptions(
                 config.congestion, config.socket_buffer, max(1, int(config.timeout))
             )
-            self.client.attach_tcp(core, sock.detach(), options, payload)
+            fd = sock.detach()
+            self.client.attach_tcp(core, fd, options, payload)
+            carrier = f"tcp ({self._core.congestion_control(fd)})"
         else:
             (memory,) = descriptors
-            self.client.attach_shm(core, sock.detach(), memory, NO_BELL, payload)
+            self.client.attach_shm(core, sock.detach(), memory, protocol.NO_BELL, payload)
+        log.info("[pbox] rank %d: %s to core %d", self.rank, carrier, core)
 
     # --- the control connection ---
 

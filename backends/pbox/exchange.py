@@ -27,6 +27,8 @@ class PboxExchange(Exchange):
     """See `Exchange`. On the PBox's host, over shm lanes, the arena is the server's memory: a core
     reads gradients where they stand and writes the answer in the same place."""
 
+    backend = "pbox"
+
     def __init__(self, connection: Connection, spec: ExchangeSpec, chunk_bytes: int) -> None:
         self._connection, self._spec = connection, spec
         self._core = load()

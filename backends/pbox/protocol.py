@@ -25,6 +25,7 @@ MAX_MESSAGE = 64 << 20  # bytes; a key table of some 100,000 keys
 MAX_GREETING = 64 << 10  # bytes of a message from someone who has proved nothing yet
 MAX_DESCRIPTORS = 8
 TOKEN_BYTES = 16
+NO_BELL = -1  # instead of an eventfd: a lane's ends wake each other over its Unix socket
 HEAD = struct.Struct("<I")
 
 Message = dict[str, Any]
@@ -163,6 +164,11 @@ def raise_error(message: Message) -> None:
             str(message.get("text")),
             rank if isinstance(rank, int) else -1,
         )
+
+
+def lane_payload(chunk_bytes: int) -> int:
+    """Largest payload of a lane, in bytes: a chunk, or an error's text."""
+    return max(chunk_bytes, 16 << 10)
 
 
 def challenge(sock: socket.socket, token: str, *claims: object) -> None:

@@ -52,6 +52,7 @@ def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
         config.congestion,
         config.socket_buffer,
         max(1, int(config.timeout)),
+        config.start_timeout,
     )
 
 

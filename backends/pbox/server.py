@@ -16,7 +16,9 @@ from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.backends.pbox.keytable import TableSpec
+from phub_collective.backends.pbox.listener import Listener
 from phub_collective.backends.pbox.placement import cores_of
+from phub_collective.backends.pbox.quota import JobSpec, Need, Quota, lane_need
 from phub_collective.backends.pbox.tenant import Member, Tenant
 from phub_collective.errors import (
     AuthError,
@@ -29,9 +31,8 @@ from phub_collective.errors import (
 
 log = logging.getLogger(__name__)
 
-NO_BELL = -1  # wake over the lane's Unix socket
-MAX_NAME = 200  # characters of a job's name
-ACCEPT_PAUSE = 0.1  # seconds, when there are no descriptors or threads left for a connection
+MAX_JOBS = 1024
+WATCH_SECONDS = 1.0  # between two looks for jobs that nobody joins
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ServerOptions:
         cores: aggregator threads, at least one per interface.
         admin_token: who creates a job must prove it; required beyond loopback.
         congestion, socket_buffer, keepalive: of tcp lanes (see Config).
+        start_timeout: seconds until the first rank must have joined a job.
     """
 
     interfaces: Sequence[str] = ("127.0.0.1",)
@@ -53,6 +55,7 @@ class ServerOptions:
     congestion: str = ""
     socket_buffer: int = 0
     keepalive: int = 30
+    start_timeout: float = 120.0
 
     def check(self) -> None:
         """Raise ConfigError for numbers out of range, and for a listener beyond loopback that
@@ -88,7 +91,7 @@ class PBoxServer:
         options.check()
         self._options = options
         # First, since it may fail: nothing else is running yet.
-        self._listeners = _listen_on(options.interfaces, options.port)
+        self._listener = Listener(options.interfaces, options.port, self._serve)
         self._core = load()
         self._native = self._core.Server(options.cores)
         self._tcp = self._core.TcpOptions(
@@ -97,49 +100,31 @@ class PBoxServer:
         self._lock = threading.Lock()
         self._jobs: dict[str, Tenant] = {}
         self._next_job = 1
+        self._quota = Quota()
         self._closing = threading.Event()
-        self._serving: dict[threading.Thread, socket.socket] = {}
-        # Abstract: no file, and visible only to workers in the same network namespace.
-        self._unix_name = f"phub-{secrets.token_hex(8)}"
-        self._unix = socket.socket(socket.AF_UNIX)
-        self._unix.bind("\0" + self._unix_name)
-        self._unix.listen(128)
-        self._acceptors = [
-            threading.Thread(target=self._accept, args=(listener,), daemon=True)
-            for listener in [*self._listeners, self._unix]
-        ]
-        # These threads call the native core, so `close` joins them before the interpreter ends.
+        # It calls the native core, so `close` joins it before the interpreter ends.
         self._watcher = threading.Thread(target=self._watch, daemon=True)
-        for thread in [*self._acceptors, self._watcher]:
-            thread.start()
+        self._watcher.start()
+        self._listener.start()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """(address, port) of each interface."""
-        return [listener.getsockname()[:2] for listener in self._listeners]
+        return self._listener.addresses
 
     def close(self) -> None:
         """End all jobs with an error, close all sockets. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
-        for listener in [*self._listeners, self._unix]:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+        self._listener.stop()
         with self._lock:
             jobs = list(self._jobs.values())
         for job in jobs:
             job.fail(PeerLost("[pbox] the server was stopped"))
         self._native.close_events()
-        for thread in [*self._acceptors, self._watcher]:
-            thread.join()
-        with self._lock:
-            serving = dict(self._serving)
-        for thread, connection in serving.items():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            thread.join(HANDSHAKE_SECONDS)
+        self._watcher.join()
+        self._listener.end()
 
     def jobs(self) -> list[str]:
         """Names of the jobs that have not ended."""
@@ -147,20 +132,6 @@ class PBoxServer:
             return sorted(self._jobs)
 
     # --- connections ---
-
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                if not self._closing.is_set():
-                    log.warning("cannot take connections: %s", error)
-                    self._closing.wait(ACCEPT_PAUSE)
-                continue
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            with self._lock:
-                self._serving[thread] = connection
-            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         """One connection, from its first message to its end; whatever it sends, only it suffers."""
@@ -180,46 +151,29 @@ class PBoxServer:
         except Exception as error:  # whatever its bytes bring about
             with contextlib.suppress(OSError):
                 protocol.send(connection, protocol.error_message(_typed(error)))
-        finally:
-            connection.close()
-            with self._lock:
-                del self._serving[threading.current_thread()]
 
     def _where(self, connection: socket.socket, message: protocol.Message) -> None:
         """Tell the abstract Unix socket: who can connect to it shares this host's memory."""
-        protocol.send(connection, {"unix": self._unix_name})
+        protocol.send(connection, {"unix": self._listener.unix})
 
     def _create(self, connection: socket.socket, message: protocol.Message) -> None:
         """CreateService: make a job, return its token."""
-        name, workers = str(message.get("name", "")), int(message.get("workers", 0))
-        chunk_bytes = int(message.get("chunk_bytes", 0))
-        if self._options.admin_token:
-            protocol.challenge(connection, self._options.admin_token, "create", name)
-        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise ConfigError(f"[pbox] a job's name has 1 to {MAX_NAME} printable characters")
-        if not 1 <= workers <= self._core.MAX_WORKERS:
-            raise ConfigError(
-                f"[pbox] a job has 1 to {self._core.MAX_WORKERS} workers, got {workers}"
-            )
-        if not 64 <= chunk_bytes <= self._core.MAX_PAYLOAD:
-            raise ConfigError(
-                f"[pbox] chunks of {chunk_bytes} bytes; expected 64 to {self._core.MAX_PAYLOAD}"
-            )
+        spec, options = JobSpec.from_json(message), self._options
+        if options.admin_token:
+            protocol.challenge(connection, options.admin_token, "create", spec.name)
+        spec.check(self._core.MAX_WORKERS, self._core.MAX_PAYLOAD)
         with self._lock:
-            if name in self._jobs:
-                raise ConfigError(f"[pbox] a job {name!r} exists already; choose another name")
-            options = self._options
-            job = Tenant(
-                self._native,
-                self._next_job,
-                name,
-                workers,
-                chunk_bytes,
-                options.cores,
-                len(options.interfaces),
-            )
-            self._next_job += 1
-            self._jobs[name] = job
+            if spec.name in self._jobs:
+                raise ConfigError(f"[pbox] a job {spec.name!r} exists already; choose another name")
+            if len(self._jobs) >= MAX_JOBS:
+                raise ConfigError(
+                    f"[pbox] there are {MAX_JOBS} jobs, which is the most; wait for one to end "
+                    f"(one that nobody joins ends after {options.start_timeout:g} s)"
+                )
+            number, self._next_job = self._next_job, self._next_job + 1
+            interfaces = len(options.interfaces)
+            job = Tenant(self._native, number, spec, self._quota, options.cores, interfaces)
+            self._jobs[spec.name] = job
         protocol.send(connection, {"token": job.token})
 
     def _authenticate(
@@ -233,6 +187,7 @@ class PBoxServer:
         protocol.challenge(connection, token, message.get("op"), name, message.get("rank"), *claims)
         if job is None:
             raise AuthError(f"[pbox] there is no job {name!r}")
+        self._listener.authenticated()
         return job
 
     def _connect(self, connection: socket.socket, message: protocol.Message) -> None:
@@ -251,10 +206,14 @@ class PBoxServer:
             why = _typed(error)
             member.send(protocol.error_message(why))
         if job.leave(member, why):
-            with self._lock:
-                if self._jobs.get(job.name) is job:
-                    del self._jobs[job.name]
-            job.destroy()
+            self._remove(job)
+
+    def _remove(self, job: Tenant) -> None:
+        """A job has ended."""
+        with self._lock:
+            if self._jobs.get(job.name) is job:
+                del self._jobs[job.name]
+        job.destroy()
 
     def _welcome(self, connection: socket.socket, job: Tenant) -> protocol.Message:
         here = connection.getsockname()[0] if connection.family != socket.AF_UNIX else ""
@@ -262,14 +221,14 @@ class PBoxServer:
         for index, (address, port) in enumerate(self.addresses):
             # A wildcard address is reached where the worker has reached us.
             shown = here if address in ("0.0.0.0", "::") else address
-            cores = cores_of(index, len(self._listeners), self._options.cores)
+            cores = cores_of(index, len(self.addresses), self._options.cores)
             interfaces.append([shown, port, list(cores)])
         return {
             "workers": job.workers,
             "cores": self._options.cores,
             "chunk_bytes": job.chunk_bytes,
             "interfaces": interfaces,
-            "unix": self._unix_name,
+            "unix": self._listener.unix,
             "pid": os.getpid(),
         }
 
@@ -293,62 +252,44 @@ class PBoxServer:
         """A lane's connection: authenticated here, then moved to its core."""
         core, transport = int(message.get("core", -1)), str(message.get("transport"))
         job = self._authenticate(connection, message, core, transport)
-        member = job.member(int(message["rank"]))
-        if not 0 <= core < self._options.cores:
-            raise ConfigError(f"[pbox] there are cores 0..{self._options.cores - 1}, got {core}")
-        payload = lane_payload(job.chunk_bytes)
-        if transport == "tcp":
-            protocol.send(connection, {"ok": True})
-            self._native.attach_tcp(
-                job.number, member.rank, core, connection.detach(), self._tcp, payload
+        rank, options = int(message["rank"]), self._options
+        if not 0 <= core < options.cores:
+            raise ConfigError(f"[pbox] there are cores 0..{options.cores - 1}, got {core}")
+        shared = transport == "shm" and connection.family == socket.AF_UNIX
+        if not shared and transport != "tcp":
+            raise ConfigError(
+                f"[pbox] unknown transport {transport!r}; expected shm (same host) or tcp"
             )
-        elif transport == "shm" and connection.family == socket.AF_UNIX:
-            memory = self._core.make_ring_memory(ring_bytes(payload, self._options.cores))
+        payload = protocol.lane_payload(job.chunk_bytes)
+        ring = ring_bytes(payload, options.cores)
+        member = job.open_lane(rank, core, transport, lane_need(ring) if shared else Need())
+        if shared:
+            memory = self._core.make_ring_memory(ring)
             try:
                 protocol.send(connection, {"ok": True}, (memory,))
-            except OSError:
+            except BaseException:
                 os.close(memory)
                 raise
             # No bells: who holds an eventfd of a core could drain it, and let other jobs sleep.
             self._native.attach_shm(
-                job.number, member.rank, core, connection.detach(), memory, NO_BELL, payload
+                job.number, rank, core, connection.detach(), memory, protocol.NO_BELL, payload
             )
         else:
-            raise ConfigError(
-                f"[pbox] unknown transport {transport!r}; expected shm (same host) or tcp"
-            )
-        member.transports[core] = transport
+            protocol.send(connection, {"ok": True})
+            self._native.attach_tcp(job.number, rank, core, connection.detach(), self._tcp, payload)
         member.send({"op": "lane", "core": core})
 
     def _watch(self) -> None:
-        """Spread what one core found wrong to the whole job."""
+        """Spread what one core found wrong to the whole job; end jobs that nobody joins."""
         while not self._closing.is_set():
-            event = self._native.next_event(1.0)
-            if event is None:
-                continue
+            event = self._native.next_event(WATCH_SECONDS)
             with self._lock:
-                found = [job for job in self._jobs.values() if job.number == event.job]
-            for job in found:
-                job.fail(from_code(event.code, event.text, event.rank))
-
-
-def _listen_on(addresses: Sequence[str], port: int) -> list[socket.socket]:
-    listeners: list[socket.socket] = []
-    for address in addresses:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listeners.append(listener)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            for opened in listeners:
-                opened.close()
-            raise ConfigError(
-                f"[pbox] cannot listen on {address} port {port}: {error.strerror}; "
-                "choose a free port, or 0 for any"
-            ) from None
-        listener.listen(128)
-    return listeners
+                jobs = list(self._jobs.values())
+            for job in jobs:
+                if event is not None and job.number == event.job:
+                    job.fail(from_code(event.code, event.text, event.rank))
+                if job.expire(self._options.start_timeout):
+                    self._remove(job)
 
 
 def _typed(error: Exception) -> PhubError:
@@ -360,12 +301,9 @@ def _typed(error: Exception) -> PhubError:
     return ProtocolError(f"[pbox] a malformed request: {error!r}")
 
 
-def lane_payload(chunk_bytes: int) -> int:
-    """Largest payload of a lane, in bytes: a chunk, or an error's text."""
-    return max(chunk_bytes, 16 << 10)
-
-
 def ring_bytes(payload: int, cores: int) -> int:
-    """Bytes of one direction of a shm lane: small enough for the cache, a few chunks at least."""
-    wanted = max(4 * (payload + 64), min(1 << 20, (8 << 20) // cores))
+    """Bytes of one direction of a shm lane: small enough for the cache, a few chunks at least, of
+    large chunks two."""
+    frame = payload + 64
+    wanted = max(min(4 * frame, 1 << 20), 2 * frame, min(1 << 20, (8 << 20) // cores))
     return 1 << (wanted - 1).bit_length()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,14 @@ from phub_collective.backends.pbox.keytable import (
     native_table,
     require_equal,
 )
-from phub_collective.backends.pbox.quota import check_memory, check_numbers
+from phub_collective.backends.pbox.quota import (
+    JobSpec,
+    Need,
+    Quota,
+    check_table,
+    description_need,
+    memory_need,
+)
 from phub_collective.errors import (
     AuthError,
     ConfigError,
@@ -59,6 +67,7 @@ class Registered:
     ids: TableIds
     table: Any  # native Table
     local: bool  # all workers share memory with the server
+    need: Need  # its memory's
     closed: set[int] = field(default_factory=set)
 
 
@@ -67,6 +76,7 @@ class Refusal:
     """Why a table was not made, and the ranks that are told when they register it."""
 
     error: PhubError
+    spec: TableSpec
     untold: set[int]
 
 
@@ -77,25 +87,27 @@ class Tenant:
         self,
         native: Any,
         number: int,
-        name: str,
-        workers: int,
-        chunk_bytes: int,
+        spec: JobSpec,
+        quota: Quota,
         cores: int,
         interfaces: int,
     ) -> None:
-        self.number, self.name, self.workers, self.chunk_bytes = number, name, workers, chunk_bytes
+        self.number, self.name = number, spec.name
+        self.workers, self.chunk_bytes = spec.workers, spec.chunk_bytes
         self.token = protocol.new_token()
-        self._native, self._cores, self._interfaces = native, cores, interfaces
+        self._native, self._quota = native, quota
+        self._cores, self._interfaces = cores, interfaces
         self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
         self._left: set[int] = set()
         self._tables: dict[str, Registered] = {}
         self._waiting: dict[str, dict[int, TableSpec]] = {}
-        self._refused: dict[str, list[Refusal]] = {}  # the oldest first
+        self._refused: dict[str, list[Refusal]] = {}
         self._next = TableIds(0, 0, 0, 0)
         self._error: PhubError | None = None
         self._ended = False
-        native.add_job(number, workers)
+        self._made = time.monotonic()
+        native.add_job(number, self.workers)
 
     # --- members ---
 
@@ -117,12 +129,31 @@ class Tenant:
                 )
             self._members[member.rank] = member
 
-    def member(self, rank: int) -> Member:
-        """The member of a lane's rank; ConfigError when it has no control connection."""
+    def expire(self, seconds: float) -> bool:
+        """End a job that nobody has joined within so many seconds. True: it has ended by this."""
         with self._lock:
-            if rank not in self._members:
+            if self._members or self._ended or time.monotonic() - self._made < seconds:
+                return False
+            self._ended = True
+        log.warning("job %s: nobody joined within %g s", self.name, seconds)
+        return True
+
+    def open_lane(self, rank: int, core: int, transport: str, need: Need) -> Member:
+        """The member that gets a lane to a core; `need`: what it takes.
+
+        Raises:
+            ConfigError: it has no control connection, or such a lane already, or the job may not
+                have so much.
+        """
+        with self._lock:
+            member = self._members.get(rank)
+            if member is None:
                 raise ConfigError(f"[pbox] rank {rank} opened a lane before its control connection")
-            return self._members[rank]
+            if core in member.transports:
+                raise ConfigError(f"[pbox] rank {rank} has a lane to core {core} already")
+            self._quota.take(self.number, need, "a lane")
+            member.transports[core] = transport
+            return member
 
     def leave(self, member: Member, why: PhubError | None) -> bool:
         """A control connection has ended, in good order (why=None) or not. True when it was the
@@ -168,19 +199,16 @@ class Tenant:
                 return self._refuse(spec.name, [member.rank], error)
             specs = self._waiting.setdefault(spec.name, {})
             specs[member.rank] = spec
+            first, theirs = next(iter(specs.items()))
             try:
-                for other, theirs in specs.items():
-                    require_equal(theirs, other, spec, member.rank)
+                require_equal(theirs, first, spec, member.rank)
+                specs[member.rank] = theirs  # one copy is enough
                 if len(specs) < self.workers:
                     return None
                 registered = self._make(spec)
             except PhubError as error:
                 del self._waiting[spec.name]
-                untold = set(range(self.workers)) - specs.keys()
-                if untold:
-                    self._refused.setdefault(spec.name, []).append(Refusal(error, untold))
-                if len(self._refused.get(spec.name, ())) > MAX_REFUSALS:
-                    self.fail(error)  # some ranks try again and again, others never come
+                self._remember(Refusal(error, theirs, set(range(self.workers)) - specs.keys()))
                 return self._refuse(spec.name, list(specs), error)
             del self._waiting[spec.name]
             self._tables[spec.name] = registered
@@ -199,16 +227,10 @@ class Tenant:
             raise PeerLost(
                 f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has left", gone
             )
-        refusals = self._refused.get(spec.name, [])
-        for refusal in refusals:
-            if member.rank in refusal.untold:
-                refusal.untold.discard(member.rank)
-                if not refusal.untold:
-                    refusals.remove(refusal)
-                    if not refusals:
-                        del self._refused[spec.name]
-                raise refusal.error
-        check_numbers(spec)
+        refused = self._refusal(spec.name, member.rank)
+        if refused is not None:
+            raise refused
+        check_table(spec)
         old = self._tables.get(spec.name)
         if member.rank in self._waiting.get(spec.name, {}) or (
             old is not None and member.rank not in old.closed
@@ -217,6 +239,32 @@ class Tenant:
                 f"[pbox] rank {member.rank} registers {spec.name!r} twice; "
                 "give every exchange of a job a name of its own"
             )
+        if spec.name not in self._waiting:
+            self._quota.take(self.number, description_need(spec), f"table {spec.name!r}")
+
+    def _remember(self, refusal: Refusal) -> None:
+        """Keep it for the ranks that have yet to register."""
+        if not refusal.untold:
+            return self._quota.give(self.number, description_need(refusal.spec))
+        kept = self._refused.setdefault(refusal.spec.name, [])
+        kept.append(refusal)
+        if len(kept) > MAX_REFUSALS:
+            self.fail(refusal.error)  # some ranks try again and again, others never come
+        return None
+
+    def _refusal(self, name: str, rank: int) -> PhubError | None:
+        """What a rank has yet to be told about a name."""
+        kept = self._refused.get(name, [])
+        refusal = next((refusal for refusal in kept if rank in refusal.untold), None)
+        if refusal is None:
+            return None
+        refusal.untold.discard(rank)
+        if not refusal.untold:
+            kept.remove(refusal)
+            self._quota.give(self.number, description_need(refusal.spec))
+        if not kept:
+            del self._refused[name]
+        return refusal.error
 
     def _make(self, spec: TableSpec) -> Registered:
         if spec.chunk_bytes > self.chunk_bytes:
@@ -230,17 +278,22 @@ class Tenant:
                 "[pbox] shared_model=True needs every worker on the PBox's host with shm lanes; "
                 "use the server optimizer without it"
             )
-        check_memory(spec, self.workers, local)
+        need = memory_need(spec, self.workers, local)
+        self._quota.take(self.number, need, f"table {spec.name!r}")
         ids = self._next
-        info = native_table(spec, ids, self.workers, self._cores, self._interfaces, local)
-        table = self._native.add_table(self.number, info, self.workers)
+        try:
+            info = native_table(spec, ids, self.workers, self._cores, self._interfaces, local)
+            table = self._native.add_table(self.number, info, self.workers)
+        except BaseException:
+            self._quota.give(self.number, need)
+            raise
         self._next = TableIds(
             ids.id + 1,
             ids.first_key + max(len(spec.keys), 1),
             ids.first_chunk + max(chunk_count(spec.keys, spec.chunk_bytes), 1),
             ids.first_group + (spec.groups if spec.server else 0),
         )
-        return Registered(spec, ids, table, local)
+        return Registered(spec, ids, table, local, need)
 
     def _all_share_memory(self) -> bool:
         lanes = [member.transports for member in self._members.values()]
@@ -288,6 +341,7 @@ class Tenant:
         if len(registered.closed | self._left) < self.workers:
             return self._end(registered, error)
         del self._tables[registered.spec.name]
+        self._quota.give(self.number, registered.need + description_need(registered.spec))
         if self._error is None:
             self._native.drop_table(self.number, registered.ids.id)
         return None
@@ -323,6 +377,7 @@ class Tenant:
         """Free everything; the token is worthless from now on."""
         self._native.drop_job(self.number)
         self._tables.clear()
+        self._quota.end(self.number)
 
 
 def _shared_memories(registered: Registered, rank: int | None = None) -> list[Any]:

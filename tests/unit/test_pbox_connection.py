@@ -38,7 +38,7 @@ def descriptors() -> int:
 def quiet_descriptors(pbox: Box) -> int:
     """`descriptors`, when only one rank's control connection and lanes are left."""
     gc.collect()  # what tracebacks of earlier tests hold
-    until(lambda: len(pbox.server._serving) == 1, "handshakes do not end")
+    until(lambda: pbox.server._listener.connections() == 1, "handshakes do not end")
     return descriptors()
 
 
