@@ -240,6 +240,7 @@ class Exchange(abc.ABC):
     at the same offsets (``result is arena`` unless the model is shared).
     """
 
+    backend: str  # name of the backend that carries it
     arena: np.ndarray  # uint8, writable: gradients go here
     result: np.ndarray  # uint8: reduced gradients or new weights stand here after wait()
     offsets: list[int]

@@ -62,6 +62,7 @@ class BucketExchange(Exchange):
                 f"shared_model={spec.shared_model}); use the pbox backend or place='worker'"
             )
         self._backend, self._spec = backend, spec
+        self.backend = backend.name
         self.offsets, size = layout(spec.keys)
         self.arena = self.result = np.zeros(size, np.uint8)
         self.counters = Counters()

@@ -51,21 +51,31 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phub`; the exit code: 0, 1 for an error that has a message, 2 for wrong usage."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = next((n for n in COMMANDS if words[: len(n.split())] == n.split()), None)
+    name = command_in(words)
     if name is None:
         return _no_command(words)
-    command, rest = COMMANDS[name], words[len(name.split()) :]
-    module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(prog=f"phub {name}", description=f"{command.summary}.")
-    getattr(module, command.add_arguments)(parser)
-    args = parser.parse_args(rest)
+    command = COMMANDS[name]
+    args = parser_of(name).parse_args(words[len(name.split()) :])
     try:
-        return int(getattr(module, command.main)(args))
+        return int(getattr(importlib.import_module(command.module), command.main)(args))
     except PhubError as error:
         print(f"phub {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def command_in(words: Sequence[str]) -> str | None:
+    """The command that `words` begin with; None when there is none."""
+    return next((n for n in COMMANDS if list(words[: len(n.split())]) == n.split()), None)
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command's arguments."""
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"phub {name}", description=f"{command.summary}.")
+    getattr(importlib.import_module(command.module), command.add_arguments)(parser)
+    return parser
 
 
 def _no_command(words: list[str]) -> int:
@@ -95,7 +105,7 @@ def config_main(args: argparse.Namespace) -> int:
     for field in dataclasses.fields(Config):
         value, variable = getattr(config, field.name), field.metadata["variable"]
         origin = "set" if os.environ.get(variable) else "default"
-        shown = "(not shown)" if field.name == "token" and value else value
+        shown = "(not shown)" if "token" in field.name and value else value
         print(f"{variable}={shown}  ({origin}; default {field.default!r})")
         print(f"    {field.metadata['meaning']}")
     print("\nSet by phubrun for each worker:")

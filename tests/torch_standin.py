@@ -39,6 +39,8 @@ class StandInExchange(Exchange):
         on_wait: called by `wait` with the exchange, to play the other ranks.
     """
 
+    backend = "stand-in"
+
     def __init__(self, spec: ExchangeSpec) -> None:
         self.spec = spec
         self.offsets, size = layout(spec.keys)

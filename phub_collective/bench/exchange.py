@@ -17,6 +17,7 @@ from phub_collective.backends.base import DType
 from phub_collective.bench import driver, hugepages, report
 from phub_collective.bench.plan import MODES, Plan, parse_bytes
 from phub_collective.errors import ConfigError
+from phub_collective.models import model_names
 
 DTYPES = [dtype.name.lower() for dtype in DType if dtype is not DType.BOOL]
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `phub bench exchange`."""
     parser.add_argument("--workers", type=int, default=4, help="worker processes (default: 4)")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", metavar="NAMES", help="networks of the paper: AlexNet,VGG11,...")
+    what.add_argument("--model", metavar="NAMES", help=f"among {', '.join(model_names())}")
     what.add_argument("--bytes", metavar="SIZES", help="plain sizes: 32KiB,1MiB,25MiB,...")
     parser.add_argument(
         "--backends", default="pbox,ring,halving_doubling,gloo,mpi", metavar="NAMES",

@@ -12,7 +12,6 @@ TITLES = {
     "halving_doubling": "halving_doubling",
     "mpi": "MPI",
     "gloo": "Gloo",
-    "nccl": "NCCL",
 }
 
 

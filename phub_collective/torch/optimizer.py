@@ -151,6 +151,10 @@ class Distributed(Optimizer):
         """Bytes exchanged so far, in all and before backward ended."""
         return self._reducer.counters
 
+    def exchange_backend(self) -> str:
+        """Name of the backend that carries the exchange, also where the selector chose it."""
+        return self._reducer.backend
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler.step asks for this right before it looks at the gradients, which must then

@@ -109,6 +109,11 @@ class Reducer:
         flat = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
         return [(name, *flat[position]) for name, position in self.options.named]
 
+    @property
+    def backend(self) -> str:
+        """Name of the exchange's backend; empty while no exchange is open."""
+        return "" if self._exchange is None else self._exchange.backend
+
     def _groups(self) -> Groups:
         optimizer = self._optimizer()
         assert optimizer is not None

@@ -68,7 +68,7 @@ SERVER = ("--optimizer-place", "server")
     ("launch", "flags"),
     [
         ([*PHUBRUN, "3", sys.executable], ("--backend", "ring")),
-        ([*PHUBRUN, "3", sys.executable], ("--backend", "halving_doubling")),
+        ([*PHUBRUN, "3", "--backend", "halving_doubling", sys.executable], ()),
         ([*PHUBRUN, "3", sys.executable], ("--backend", "pbox")),
         ([*PHUBRUN, "2", sys.executable], ("--backend", "pbox", *SERVER)),
         ([*PHUBRUN, "3", sys.executable], ("--backend", "pbox", *SERVER, "--shared-model")),
@@ -84,6 +84,8 @@ def test_ranks_get_the_weights_of_a_single_process(
     _, expected = alone
     assert outcome["ranks"] == int(next(word for word in launch if word.isdecimal()))
     assert outcome["exchange_s"] > 0
+    words = [*launch, *flags]
+    assert outcome["backend"] == words[words.index("--backend") + 1]  # whoever was told
     difference = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
     assert difference <= 1e-4
     moved = max(float(expected[name].abs().max()) for name in expected)
