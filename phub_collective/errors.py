@@ -64,7 +64,8 @@ class InternalError(PhubError):
     """A broken invariant of this library; please report it."""
 
 
-# The native core reports (code, message, rank); the codes are `ErrorCode` in native/error.h.
+# The native core reports (code, message, rank); the codes are `ErrorCode` in native/error.h, and
+# one of errors that arise in Python only.
 CODES: dict[int, type[PhubError]] = {
     1: ConfigError,
     2: MismatchError,
@@ -74,16 +75,18 @@ CODES: dict[int, type[PhubError]] = {
     6: AuthError,
     7: ProtocolError,
     8: InternalError,
+    9: BackendUnavailable,
 }
 
 
-def from_code(code: int, message: str, rank: int = -1) -> PhubError:
-    """The exception for a native or wire error code (unknown codes become InternalError)."""
+def from_code(code: int, message: str, rank: int = -1, ranks: tuple[int, ...] = ()) -> PhubError:
+    """The exception for a native or wire error code (unknown codes become InternalError).
+    `ranks`: those of a PeerTimeout, where more than `rank` is known."""
     kind = CODES.get(code, InternalError)
     if kind is PeerLost:
         return PeerLost(message, rank)
     if kind is PeerTimeout:
-        return PeerTimeout(message, () if rank < 0 else (rank,))
+        return PeerTimeout(message, ranks or (() if rank < 0 else (rank,)))
     return kind(message)
 
 
@@ -93,3 +96,10 @@ def to_code(error: BaseException) -> int:
         if type(error) is kind:
             return code
     return 8
+
+
+def rank_of(error: BaseException) -> int:
+    """The one rank that an error is about, for sending it with its code; -1 when there is none."""
+    if isinstance(error, PeerTimeout) and len(error.ranks) == 1:
+        return error.ranks[0]
+    return error.rank if isinstance(error, PeerLost) else -1

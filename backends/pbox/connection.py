@@ -23,6 +23,7 @@ from phub_collective.errors import (
     PeerTimeout,
     PhubError,
     ProtocolError,
+    rank_of,
     to_code,
 )
 
@@ -193,7 +194,7 @@ class Connection:
         return RegisteredTable(ids, local and spec.model, kept)
 
     def _fail(self, error: PhubError) -> None:
-        self.client.fail(to_code(error), getattr(error, "rank", -1), str(error))
+        self.client.fail(to_code(error), rank_of(error), str(error))
         with self._news:
             self._error = self._error or error
             callbacks, self._callbacks = list(self._callbacks.values()), {}

@@ -19,7 +19,15 @@ import time
 from array import array
 from typing import Any
 
-from phub_collective.errors import AuthError, PeerLost, PhubError, ProtocolError, from_code, to_code
+from phub_collective.errors import (
+    AuthError,
+    PeerLost,
+    PhubError,
+    ProtocolError,
+    from_code,
+    rank_of,
+    to_code,
+)
 
 MAX_MESSAGE = 64 << 20  # bytes; a key table of some 100,000 keys
 MAX_GREETING = 64 << 10  # bytes of a message from someone who has proved nothing yet
@@ -152,18 +160,25 @@ def limit_sending(sock: socket.socket, seconds: float) -> None:
 
 def error_message(error: PhubError) -> Message:
     """An error as a message."""
-    return {"error": to_code(error), "text": str(error), "rank": getattr(error, "rank", -1)}
+    ranks = list(getattr(error, "ranks", ()))  # of a PeerTimeout
+    return {
+        "error": to_code(error),
+        "text": str(error),
+        "rank": rank_of(error),
+        "ranks": ranks,
+    }
 
 
 def raise_error(message: Message) -> None:
     """Raise what `error_message` packed; nothing when the message is no error."""
-    if "error" in message:
-        code, rank = message["error"], message.get("rank", -1)
-        raise from_code(
-            code if isinstance(code, int) else 0,
-            str(message.get("text")),
-            rank if isinstance(rank, int) else -1,
-        )
+    if "error" not in message:
+        return
+    try:
+        ranks = tuple(int(rank) for rank in message.get("ranks", ()))
+        error = from_code(int(message["error"]), str(message["text"]), int(message["rank"]), ranks)
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError(f"[control] a malformed error: {message!r:.200}") from None
+    raise error
 
 
 def lane_payload(chunk_bytes: int) -> int:

@@ -35,6 +35,7 @@ from phub_collective.errors import (
     PeerLost,
     PhubError,
     ProtocolError,
+    rank_of,
     to_code,
 )
 
@@ -180,7 +181,7 @@ class Tenant:
             self._error = error
             waiting, self._waiting = self._waiting, {}
         log.warning("job %s: %s", self.name, error)
-        self._native.fail_job(self.number, to_code(error), getattr(error, "rank", -1), str(error))
+        self._native.fail_job(self.number, to_code(error), rank_of(error), str(error))
         for name, specs in waiting.items():
             self._refuse(name, list(specs), error)
 
@@ -352,7 +353,7 @@ class Tenant:
             self.number,
             registered.ids.id,
             to_code(error),
-            getattr(error, "rank", -1),
+            rank_of(error),
             str(error),
         )
 

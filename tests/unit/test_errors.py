@@ -47,6 +47,26 @@ def test_codes_are_those_of_the_native_core() -> None:
     spelled = {"config": "ConfigError", "mismatch": "MismatchError", "duplicate": "DuplicateName",
                "peer_lost": "PeerLost", "timeout": "PeerTimeout", "auth": "AuthError",
                "protocol": "ProtocolError", "internal": "InternalError"}  # fmt: skip
+    python_only = {errors.BackendUnavailable}
     assert {code: spelled[name] for code, name in native.items()} == {
-        code: kind.__name__ for code, kind in CODES.items()
+        code: kind.__name__ for code, kind in CODES.items() if kind not in python_only
     }
+
+
+def test_every_error_has_a_code() -> None:
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    assert set(CODES.values()) == {k for k in kinds if issubclass(k, PhubError)} - {PhubError}
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (PeerLost("", 3), 3),
+        (PeerLost(""), -1),
+        (PeerTimeout("", (2,)), 2),
+        (PeerTimeout("", (1, 2)), -1),
+        (InternalError(""), -1),
+    ],
+)
+def test_the_rank_that_an_error_is_about(error: PhubError, rank: int) -> None:
+    assert errors.rank_of(error) == rank
