@@ -37,10 +37,11 @@ def unavailable_reason(name: str) -> str | None:
     Raises:
         ConfigError: there is no such backend.
     """
+    _check_known(name)
     try:
         reason: str | None = _module(name).is_available()
-    except (ImportError, AttributeError) as error:
-        return f"it cannot be loaded: {error}"
+    except Exception as error:  # somebody else's module may raise anything, which harms it alone
+        return f"it cannot be loaded: {error!r}"
     return reason
 
 
@@ -50,9 +51,10 @@ def runs_optimizer(name: str) -> bool:
     Raises:
         ConfigError: there is no such backend.
     """
+    _check_known(name)
     try:
         return bool(getattr(_module(name), "RUNS_OPTIMIZER", False))
-    except ImportError:
+    except Exception:  # as above
         return False
 
 
@@ -70,14 +72,17 @@ def create(name: str, context: Context) -> Backend:
     return backend
 
 
+def _check_known(name: str) -> None:
+    if name not in TABLE and name not in _foreign():
+        known = ", ".join(names())
+        raise ConfigError(f"[backends] unknown backend {name!r}; expected one of {known}")
+
+
 def _module(name: str) -> ModuleType:
     if name in TABLE:
         return importlib.import_module(TABLE[name])
-    foreign = _foreign()
-    if name in foreign:
-        module: ModuleType = foreign[name].load()
-        return module
-    raise ConfigError(f"[backends] unknown backend {name!r}; expected one of {', '.join(names())}")
+    module: ModuleType = _foreign()[name].load()
+    return module
 
 
 def _foreign() -> dict[str, EntryPoint]:

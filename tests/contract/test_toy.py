@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,15 +65,26 @@ def test_an_unknown_name_lists_the_known_ones(toy: str, alone: Context) -> None:
         backends.create("carrier_pigeon", alone)
 
 
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_library", "no_such_library"),
+        ("raise OSError('no such device')", "no such device"),
+        ("def is_available():\n    raise ValueError('a bad setting')", "a bad setting"),
+        ("", "is_available"),
+    ],
+)
 def test_a_broken_module_is_a_reason_and_not_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Context
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Context, source: str, why: str
 ) -> None:
-    (tmp_path / "phub_broken.py").write_text("import no_such_library\n")
+    monkeypatch.delitem(sys.modules, "phub_broken", raising=False)
+    (tmp_path / "phub_broken.py").write_text(source)
     install(tmp_path, monkeypatch, "phub_broken", "broken")
     reason = backends.available()["broken"]
     assert reason is not None
-    assert "no_such_library" in reason
-    with pytest.raises(BackendUnavailable, match=r"\[broken\].*rank 0.*no_such_library"):
+    assert why in reason
+    assert not backends.runs_optimizer("broken")
+    with pytest.raises(BackendUnavailable, match=rf"\[broken\].*rank 0.*{why}"):
         backends.create("broken", alone)
 
 
