@@ -27,7 +27,7 @@ from phub_collective.errors import BackendUnavailable, ConfigError, PeerTimeout
 LAUNCH_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 MAX_CHANNELS = 256  # MPICH has about 2000 communicators
 PUMP_S = 0.0002  # while an operation is under way and nobody waits
-REST_S = 0.05  # after this time without operations the pump sleeps until it is called
+REST_S = 0.002  # after this time without operations the pump sleeps until it is called
 POLL_S = 0.001  # while communicators are made
 CLOSE_S = 5.0  # for the pump's last look
 

@@ -1,5 +1,5 @@
-// The loops of one instruction set, as a table of functions. kernels/cpu.cpp chooses a table and
-// splits its work into calls that the loops can do in one pass.
+// The loops of one instruction set, as a table of functions. reduce.cpp and step.cpp
+// choose a table (isa.cpp) and split their work into calls that the loops can do in one pass.
 #pragma once
 
 #include <cstddef>

@@ -68,8 +68,8 @@ class Core::LaneSink : public Sink {
   bool said_bye_ = false;
 };
 
-Core::Core(int index, EventQueue& events)
-    : index_(index), events_(events), thread_([this] { run(); }) {}
+Core::Core(int index, EventQueue& events, int spin_us)
+    : index_(index), events_(events), spin_us_(spin_us), thread_([this] { run(); }) {}
 
 Core::~Core() {
   call([](Core& core) { core.stop_ = true; });
@@ -146,11 +146,28 @@ void Core::remove_lanes(const std::function<bool(const Entry&)>& which) {
 
 void Core::run() {
   while (!stop_) {
-    bool moved = run_commands();
-    check_life();
-    moved |= move_lanes();
-    moved |= work();
-    if (!moved && !stop_) sleep();
+    try {
+      look_around();
+    } catch (const std::exception& error) {  // else it would end the process, and all of its jobs
+      const std::string text = "[pbox] core " + std::to_string(index_) + ": " + error.what();
+      for (auto& [id, job] : jobs_) fail_job(*job, Error(ErrorCode::internal, text));
+    }
+  }
+}
+
+void Core::look_around() {
+  bool moved = run_commands();
+  check_life();
+  moved |= move_lanes();
+  moved |= work();
+  if (stop_) return;
+  if (moved) {
+    active_ = Clock::now();
+  } else if (std::chrono::duration<double, std::micro>(Clock::now() - active_).count() < spin_us_) {
+    std::this_thread::yield();  // whoever pushes next may need this processor
+  } else {
+    sleep();
+    active_ = Clock::now();
   }
 }
 
@@ -165,7 +182,7 @@ bool Core::run_commands() {
 }
 
 void Core::check_life() {
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   if (std::chrono::duration<double>(now - life_checked_).count() < kLifeSeconds) return;
   life_checked_ = now;
   for (auto& entry : lanes_) entry->lane->check_life(*entry->sink);
@@ -190,6 +207,7 @@ bool Core::move_lanes() {
 bool Core::work() {
   bool busy = false;
   for (auto& [id, job] : jobs_) {
+    job->forget_retired();
     try {
       busy |= job->work(kWorkSlice);
     } catch (const Error& error) {

@@ -35,7 +35,8 @@ class EventQueue {
 
 class Core {
  public:
-  Core(int index, EventQueue& events);
+  // spin_us: how long it goes on looking, and yielding its processor, before it sleeps.
+  Core(int index, EventQueue& events, int spin_us = 0);
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
@@ -61,7 +62,10 @@ class Core {
     bool gone = false;
   };
 
+  using Clock = std::chrono::steady_clock;
+
   void run();
+  void look_around();
   bool run_commands();
   bool move_lanes();
   void check_life();
@@ -72,10 +76,11 @@ class Core {
   // core thread only
   const int index_;
   EventQueue& events_;
+  const int spin_us_;
   std::map<uint32_t, std::unique_ptr<JobShard>> jobs_;
   std::vector<std::unique_ptr<Entry>> lanes_;
   std::vector<Lane*> ready_;
-  std::chrono::steady_clock::time_point life_checked_{};
+  Clock::time_point life_checked_{}, active_{};
   bool stop_ = false;
   // guarded by mutex_
   std::mutex mutex_;

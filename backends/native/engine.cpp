@@ -174,7 +174,11 @@ bool Engine::wait(const std::function<bool()>& done, double timeout_s) {
       active = Clock::now();
       give_way(guard);
     }
-    if (moved || (spin_us_ > 0 && seconds_since(active) * 1e6 < spin_us_)) continue;
+    if (moved) continue;
+    if (seconds_since(active) * 1e6 < spin_us_) {
+      let_others_run(guard);
+      continue;
+    }
     sleep(guard, waiter.bell, timeout_s < 0 ? -1 : timeout_s - elapsed);
   }
 }
@@ -184,11 +188,27 @@ void Engine::background() {
   for (;;) {
     background_cv_.wait(guard, [this] { return stop_ || (async_ > 0 && waiters_.empty()); });
     if (stop_) return;
-    if (progress_once())
-      give_way(guard);
-    else
-      sleep(guard, -1, -1);
+    try {
+      if (progress_once())
+        give_way(guard);
+      else
+        sleep(guard, -1, -1);
+    } catch (const std::exception& error) {  // nobody else would hear of it
+      fail(Error(ErrorCode::internal, std::string("[engine] ") + error.what()));
+    }
   }
+}
+
+void Engine::fail(const Error& error) {
+  for (auto& entry : entries_)
+    if (!entry->gone) entry->lane->close(error, *entry->sink);
+}
+
+// Whoever must move next may need this processor, or the lock.
+void Engine::let_others_run(Guard& guard) {
+  guard.unlock();
+  std::this_thread::yield();
+  guard.lock();
 }
 
 // A mutex that is released and locked again at once mostly stays with its thread: whoever submits

@@ -21,6 +21,7 @@ namespace phub {
 
 class Engine {
  public:
+  // spin_us: how long a waiter goes on looking, and yielding its processor, before it sleeps.
   explicit Engine(int spin_us = 0);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -64,6 +65,8 @@ class Engine {
   class Waiter;  // a thread in `wait`, with a bell of its own
 
   void background();
+  void fail(const Error& error);  // closes all lanes, which tells their sinks
+  void let_others_run(Guard& guard);
   void give_way(Guard& guard);  // to a thread that waits for the lock
   void progress(Entry& entry);
   void check_life();

@@ -78,8 +78,11 @@ void JobShard::drop(uint32_t table_id) {
   chunks_ -= info.chunks.size();
   if (info.server)
     for (const KeyInfo& key : info.keys) hyper_.erase(key.group);
-  std::erase_if(retired_, [](const auto& other) { return other->unsent == 0; });
   if (shard->unsent > 0) retired_.push_back(std::move(shard));
+}
+
+void JobShard::forget_retired() {
+  std::erase_if(retired_, [](const auto& shard) { return shard->unsent == 0; });
 }
 
 bool JobShard::end(uint32_t table_id, const Error& error) {

@@ -71,6 +71,7 @@ class JobShard {
   void leave(int rank);  // it said bye; throws Error(peer_lost) when others wait for it
   void add(std::shared_ptr<Table> table);
   void drop(uint32_t table_id);
+  void forget_retired();  // tables that were dropped, once their last answer has left
   // No rank can exchange this table any more: `error` tells why. True when one waits for an answer.
   bool end(uint32_t table_id, const Error& error);
   // A frame of a worker. Throws Error(protocol) when it contradicts the key table.
@@ -117,10 +118,10 @@ class JobShard {
 
   const int core_;
   std::vector<Lane*> lanes_;  // by rank
-  Tables tables_;                           // by first chunk id
-  std::map<uint32_t, TableShard*> by_key_;                  // by first key id
+  Tables tables_;  // by first chunk id
+  std::map<uint32_t, TableShard*> by_key_;  // by first key id
   std::vector<std::unique_ptr<TableShard>> retired_;  // dropped, but with answers still to leave
-  size_t chunks_ = 0;                                 // of tables that are not dropped
+  size_t chunks_ = 0;  // of tables that are not dropped
   std::map<uint32_t, std::vector<std::optional<HyperWire>>> hyper_;  // [group of a table][rank]
   std::deque<Place> ready_;  // complete keys, in the order of completion
   RankSet left_;

@@ -146,8 +146,10 @@ struct TcpOptions {
 
 // Takes over a connected, authenticated socket (any blocking mode).
 std::unique_ptr<Lane> make_tcp_lane(int fd, const TcpOptions& options, size_t max_payload);
-// What a tcp lane got: the congestion control in use on this socket.
-std::string congestion_control(int fd);
+// Sets a TCP socket's congestion control ("": see TcpOptions). Sockets are best told before they
+// connect or listen: a connection that began with BBR goes on pacing by timer.
+void choose_congestion(int fd, const std::string& wanted);
+std::string congestion_control(int fd);  // the one in use
 
 // Shared memory: two rings, one for each direction, in one sealed memory file made by the side
 // that accepts. Takes over all three descriptors.

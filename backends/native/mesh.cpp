@@ -204,9 +204,10 @@ void Mesh::settle(const std::shared_ptr<Operation>& operation) {
   engine_.completed();
 }
 
+// The oldest first: it is the one most likely waited for, and gets what eager credit there is.
 void Mesh::advance_all() {
-  for (size_t i = flying_.size(); i-- > 0;) {
-    const std::shared_ptr<Operation> operation = flying_[i];
+  const std::vector<std::shared_ptr<Operation>> flying = flying_;  // settled ones leave
+  for (const auto& operation : flying) {
     operation->advance();
     settle(operation);
   }
@@ -345,7 +346,7 @@ void Mesh::on_data(int rank, const Header& header, const std::byte* payload) {
 // `rank` has failed a use and will do nothing more for it.
 void Mesh::on_error(int rank, const Header& header, const std::byte* payload) {
   const Name& name = name_of(peers_[static_cast<size_t>(rank)], header.id);
-  const Error error = decode_error(payload, header.length);
+  const Error error = unpack_error(payload, header.length);
   if (!failed_) failed_ = error;
   if (name.in_flight(header.step) && needs(*name.operation, rank)) fail(name.operation, error);
 }
@@ -396,7 +397,7 @@ void Mesh::closed(Lane& lane, const Error& why) {
 // Fails one operation, and tells the others, who may need this rank for it.
 void Mesh::fail(const std::shared_ptr<Operation>& operation, const Error& error) {
   operation->fail(error);
-  const auto payload = encode_error(error);
+  const auto payload = pack_error(error);
   for (int rank : all_ranks()) {
     if (Lane* lane = peers_[static_cast<size_t>(rank)].lane) lane->corked = false;
     control(rank, FrameKind::error, operation->number(), operation->use(), payload);

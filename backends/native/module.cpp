@@ -92,15 +92,13 @@ void bind_memory(py::module_& m) {
                   Unlocked())
       .def("revert", &Memory::revert, Unlocked())
       .def("release_fd", &Memory::release_fd)
-      .def_property_readonly("fd", &Memory::fd)
-      .def_property_readonly("address", [](const Memory& memory) {
-        return reinterpret_cast<uintptr_t>(memory.data());
-      });
+      .def_property_readonly("fd", &Memory::fd);
 }
 
 void bind_lanes(py::module_& m) {
   m.def("make_ring_memory", &make_ring_memory, py::arg("ring_bytes"), Unlocked());
   m.def("congestion_control", &congestion_control, py::arg("fd"));
+  m.def("choose_congestion", &choose_congestion, py::arg("fd"), py::arg("wanted"));
   py::class_<TcpOptions>(m, "TcpOptions")
       .def(py::init(&tcp_options), py::arg("congestion") = "", py::arg("buffer_bytes") = 0,
            py::arg("keepalive_s") = 30);
@@ -140,7 +138,7 @@ void bind_server(py::module_& m) {
       .def_property_readonly("code",
                              [](const JobEvent& event) { return static_cast<int>(event.code); });
   py::class_<Server>(m, "Server")
-      .def(py::init<int>(), py::arg("cores"))
+      .def(py::init<int, int>(), py::arg("cores"), py::arg("spin_us") = 0)
       .def("add_job", &Server::add_job, py::arg("job"), py::arg("workers"), Unlocked())
       .def("add_table", &Server::add_table, py::arg("job"), py::arg("info"), py::arg("workers"),
            Unlocked())
@@ -155,7 +153,6 @@ void bind_server(py::module_& m) {
           Unlocked())
       .def("drop_job", &Server::drop_job, py::arg("job"), Unlocked())
       .def("close_events", &Server::close_events)
-      .def("chunks_answered", &Server::chunks_answered, py::arg("job"), Unlocked())
       .def(
           "attach_tcp",
           [](Server& server, uint32_t job, int rank, int core, int fd, const TcpOptions& options,
@@ -257,7 +254,6 @@ void bind_client(py::module_& m) {
           },
           py::arg("code"), py::arg("rank"), py::arg("text"), Unlocked())
       .def("close", &PboxClient::close, Unlocked())
-      .def("pushed_bytes", &PboxClient::pushed_bytes, Unlocked())
       .def("counters", &PboxClient::counters, Unlocked());
 }
 

@@ -10,7 +10,6 @@ namespace phub {
 namespace {
 
 constexpr size_t kMaxName = 4096;   // bytes
-constexpr size_t kMaxError = 4096;  // bytes of text that are kept
 
 template <class Wire>
 std::vector<std::byte> encode(const Wire& wire, const std::string& text) {
@@ -82,24 +81,6 @@ Spec decode_open(const std::byte* payload, size_t length, std::string& name) {
   spec.prescale = wire.prescale;
   spec.postscale = wire.postscale;
   return spec;
-}
-
-std::vector<std::byte> encode_error(const Error& error) {
-  const ErrorWire wire{static_cast<int32_t>(error.code), error.rank};
-  return encode(wire, std::string(error.what()).substr(0, kMaxError));
-}
-
-Error decode_error(const std::byte* payload, size_t length) {
-  ErrorWire wire;
-  if (length < sizeof wire)
-    throw Error(ErrorCode::protocol,
-                "[mesh] an error frame of " + std::to_string(length) + " bytes");
-  std::memcpy(&wire, payload, sizeof wire);
-  const std::string text(reinterpret_cast<const char*>(payload) + sizeof wire,
-                         std::min(length - sizeof wire, kMaxError));
-  const bool known = wire.code >= static_cast<int32_t>(ErrorCode::config) &&
-                     wire.code <= static_cast<int32_t>(ErrorCode::internal);
-  return Error(known ? static_cast<ErrorCode>(wire.code) : ErrorCode::internal, text, wire.rank);
 }
 
 }  // namespace phub

@@ -68,7 +68,5 @@ std::vector<std::byte> encode_open(const Spec& spec, const std::string& name);
 Spec decode_open(const std::byte* payload, size_t length, std::string& name);
 
 // The payload of an error frame.
-std::vector<std::byte> encode_error(const Error& error);
-Error decode_error(const std::byte* payload, size_t length);
 
 }  // namespace phub

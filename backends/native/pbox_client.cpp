@@ -128,7 +128,6 @@ void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* me
     send_key(target, key, flags);
   else
     send_chunks(target, key, FrameKind::push, flags);
-  if (!(flags & flag::no_grad)) pushed_ += target.info.keys[key].bytes;
   started(target);
 }
 
@@ -337,11 +336,6 @@ bool PboxClient::wait(uint32_t table, uint32_t key, double timeout_s) {
   const auto guard = engine_.lock();
   if (!is_answered) throw_if_failed();  // an answer that came before the end is good
   return finished_in_time;
-}
-
-uint64_t PboxClient::pushed_bytes() {
-  const auto guard = engine_.lock();
-  return pushed_;
 }
 
 LaneCounters PboxClient::counters() {

@@ -47,7 +47,6 @@ class PboxClient : public Sink {
   // Tells the cores that this end closes in good order, or the error that ended the job here, and
   // closes the lanes. No memory of the caller is used from then on.
   void close();
-  uint64_t pushed_bytes();
   LaneCounters counters();
 
   std::byte* destination(Lane& lane, const Header& header) override;
@@ -94,7 +93,6 @@ class PboxClient : public Sink {
   uint32_t outstanding_keys_ = 0;
   bool driven_ = false;  // the background thread was asked to drive
   bool closing_ = false;
-  uint64_t pushed_ = 0;
   LaneCounters past_;  // of lanes that are closed
   std::optional<Error> failed_;
 };

@@ -4,9 +4,9 @@
 
 namespace phub {
 
-Server::Server(int cores) {
+Server::Server(int cores, int spin_us) {
   for (int index = 0; index < cores; ++index)
-    cores_.push_back(std::make_unique<Core>(index, events_));
+    cores_.push_back(std::make_unique<Core>(index, events_, spin_us));
 }
 
 void Server::add_job(uint32_t id, int workers) {

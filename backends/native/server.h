@@ -11,7 +11,7 @@ namespace phub {
 
 class Server {
  public:
-  explicit Server(int cores);
+  explicit Server(int cores, int spin_us = 0);  // spin_us: see Core
 
   int cores() const { return static_cast<int>(cores_.size()); }
 

@@ -130,6 +130,9 @@ bool ShmLane::progress(Sink& sink, size_t budget) {
   } catch (const Error& error) {
     close(error, sink);
     return true;
+  } catch (const std::exception& error) {  // out of memory, say: the end of this lane only
+    close(Error(ErrorCode::internal, std::string("[shm] ") + error.what()), sink);
+    return true;
   }
   return moved;
 }

@@ -38,17 +38,6 @@ bool set_congestion(int fd, const std::string& name) {
                     static_cast<socklen_t>(name.size())) == 0;
 }
 
-void choose_congestion(int fd, const std::string& wanted) {
-  if (wanted.empty()) {
-    // BBR, the default of some systems, reaches half of cubic's rate on a short path.
-    if (!set_congestion(fd, "cubic")) set_congestion(fd, "reno");
-    return;
-  }
-  if (!set_congestion(fd, wanted))
-    throw Error(ErrorCode::config, "[tcp] expected a congestion control of this system, got '" +
-                                       wanted + "'; see net.ipv4.tcp_allowed_congestion_control");
-}
-
 // An unreachable other end is an error after `seconds`: found by the kernel while nothing is sent
 // to it, else by `check_life`. TCP_USER_TIMEOUT would do for both, but it also ends a connection
 // to a process that is alive and does not read for so long, which is a stall and no loss.
@@ -208,6 +197,9 @@ bool TcpLane::progress(Sink& sink, size_t budget) {
   } catch (const Error& error) {
     close(error, sink);
     return true;
+  } catch (const std::exception& error) {  // out of memory, say: the end of this lane only
+    close(Error(ErrorCode::internal, std::string("[tcp] ") + error.what()), sink);
+    return true;
   }
   return moved || is_closed();
 }
@@ -362,6 +354,16 @@ std::unique_ptr<Lane> make_tcp_lane(int fd, const TcpOptions& options, size_t ma
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0)
     throw system_error("[tcp] fcntl O_NONBLOCK", errno);
   return lane;
+}
+
+void choose_congestion(int fd, const std::string& wanted) {
+  if (wanted.empty()) {
+    // BBR, the default of some systems, reaches half of cubic's rate on a short path.
+    if (!set_congestion(fd, "cubic")) set_congestion(fd, "reno");
+  } else if (!set_congestion(fd, wanted)) {
+    throw Error(ErrorCode::config, "[tcp] expected a congestion control of this system, got '" +
+                                       wanted + "'; see net.ipv4.tcp_allowed_congestion_control");
+  }
 }
 
 std::string congestion_control(int fd) {
