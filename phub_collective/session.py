@@ -156,14 +156,12 @@ class Session:
 
         The work raises MismatchError when the ranks' sizes are for different backends.
         """
-        self.prepare()
-        with self._lock:
-            if len(self._chosen) == 1:
-                backend = self._backends.get(self._chosen[0])
-            else:
-                backend = self._of_name.get(operation.name)
-        if backend is not None:
-            return backend.submit(operation)
+        known = self._known(operation.name)
+        if known is None:
+            self.prepare()
+            known = self._known(operation.name)
+        if known is not None:
+            return known.submit(operation)
         backend = self.choose(size_of(operation))
         with self._lock:
             self._of_name[operation.name] = backend
@@ -219,6 +217,14 @@ class Session:
         with self._lock:
             self._check_open()
             return self._backends.get(name)
+
+    def _known(self, name: str) -> Backend | None:
+        """The backend of a name; None where that is still open."""
+        with self._lock:
+            self._check_open()
+            if len(self._chosen) == 1:
+                return self._backends.get(self._chosen[0])
+            return self._of_name.get(name)
 
     def _is_prepared(self) -> bool:
         with self._lock:

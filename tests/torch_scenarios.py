@@ -259,5 +259,8 @@ def broadcast_optimizers() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         states = hvd.allgather_object(str(optimizer.state_dict()))
         assert set(states) == {states[0]}
+    parameters = list(model.parameters())[: 1 if hvd.rank() == 1 else 2]
+    with pytest.raises(MismatchError, match=r"rank 1 has a group of 1, rank 0 .* a group of 2"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD(parameters), 0)
     with pytest.raises(ConfigError, match="LBFGS belongs to one rank's line search"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)

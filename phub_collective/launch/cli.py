@@ -98,7 +98,7 @@ def _launch(args: argparse.Namespace) -> int:
         for flag, variable in SETTINGS.items()
         if getattr(args, flag) is not None
     }
-    if args.verbose:
+    if args.verbose and "PHUB_LOG_LEVEL" not in os.environ:
         settings.setdefault("PHUB_LOG_LEVEL", "info")
     Config.from_environment({**os.environ, **settings})  # a wrong one is told here, once
     if where is not None and not all(map(delegate.is_here, where)):

@@ -77,7 +77,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
     """
     named = _named_tensors(params)
     mine = [f"{name!r} {short_name(t.dtype)} {tuple(t.shape)}" for name, t in named]
-    _compare(mine, broadcast_object(mine, root_rank, "broadcast_parameters"), root_rank)
+    theirs = broadcast_object(mine, root_rank, "broadcast_parameters")
+    _compare(mine, theirs, root_rank, "broadcast_parameters")
     tensors = [tensor for _, tensor in named]
     _broadcast_all(tensors, root_rank)
     for tensor in tensors:
@@ -104,18 +105,16 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def _compare(mine: Sequence[str], theirs: Sequence[str], root: int) -> None:
+def _compare(mine: Sequence[str], theirs: Sequence[str], root: int, what: str) -> None:
     """Raise MismatchError on every rank when the description `mine` of any of them is not the
-    root's (`theirs`). Collective."""
+    root's (`theirs`). Collective; `what` is the function that the user called."""
     where = ""
     if mine != theirs:
         me = f"rank {face().session.rank}"
         where = first_difference(mine, theirs, me, f"rank {root} (the root)")
-    for found in allgather_object(where, "broadcast_parameters.compared"):
+    for found in allgather_object(where, f"{what}.compared"):
         if found:
-            raise MismatchError(
-                f"[torch] broadcast_parameters: {found}; build the same model everywhere"
-            )
+            raise MismatchError(f"[torch] {what}: {found}; build the same model everywhere")
 
 
 def _broadcast_all(tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -175,6 +174,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ConfigError: LBFGS.
+        MismatchError: a rank's parameter groups differ from the root's; all ranks get it.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
@@ -186,7 +186,11 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    structure, kinds = broadcast_object((structure, kinds), root_rank, "broadcast_optimizer_state")
+    groups = [f"a group of {len(group['params'])}" for group in optimizer.param_groups]
+    structure, kinds, theirs = broadcast_object(
+        (structure, kinds, groups), root_rank, "broadcast_optimizer_state"
+    )
+    _compare(groups, theirs, root_rank, "broadcast_optimizer_state")
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
     _broadcast_all(tensors, root_rank)

@@ -205,7 +205,8 @@ def allreduce(
         op: Average (default; of integers rounded down), Sum, Min, Max or Product.
 
     Raises:
-        MismatchError: the ranks' tensors differ; both sides are named.
+        MismatchError: ranks differ in the number of elements, dtype or arguments; both sides are
+            named.
         ConfigError, PeerLost, PeerTimeout
     """
     check_compression(compression)

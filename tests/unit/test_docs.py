@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("phub_collective", "backends", "kernels", "tests", "docs", "scripts")
 SUFFIXES = (".py", ".h", ".cpp", ".md", ".toml", ".json")
-# Variables that are no settings of Config: of the build, of scripts, of an operator's server.
-OTHER_VARIABLES = {"PHUB_ADMIN_TOKEN", "PHUB_NATIVE", "PHUB_SANITIZE", "PHUB_VENV", "PHUB_PYTHON"}
+# Variables that are no settings of Config, but of the build and of scripts.
+OTHER_VARIABLES = {"PHUB_NATIVE", "PHUB_SANITIZE", "PHUB_VENV", "PHUB_PYTHON"}
 
 WITH_COMMANDS = [
     *DOCUMENTS,

@@ -52,13 +52,16 @@ def test_several_hosts_become_mpirun_with_the_settings_in_its_environment(
     monkeypatch.setattr(delegate, "require_mpirun", lambda: program)
     monkeypatch.setenv("PHUB_RENDEZVOUS", "of a job around us")
     monkeypatch.setattr(os, "execvpe", lambda *call: became.extend(call))
-    cli.main(["-np", "3", "-H", "far:2,away:2", "--backend", "ring", "python", "x.py"])
+    monkeypatch.setenv("PHUB_LOG_LEVEL", "debug")
+    flags = ["-np", "3", "-H", "far:2,away:2", "--backend", "ring", "--verbose"]
+    cli.main([*flags, "python", "x.py"])
     path, words, environment = became
     assert path == program
     assert isinstance(words, list)
     assert words[-2:] == ["python", "x.py"]
     assert isinstance(environment, dict)
     assert environment["PHUB_BACKEND"] == "ring"
+    assert environment["PHUB_LOG_LEVEL"] == "debug"  # --verbose asks for no less than was set
     assert "PHUB_RENDEZVOUS" not in environment  # ranks shall find each other through MPI
 
 
