@@ -28,6 +28,9 @@ class Config:
     )
     job: str = _setting("", "PHUB_JOB", "name of the job (namespace) on the PBox")
     token: str = _setting("", "PHUB_TOKEN", "job token to join a job made by someone else")
+    admin_token: str = _setting(
+        "", "PHUB_ADMIN_TOKEN", "what creating a job on a PBox proves; needed beyond loopback"
+    )
     chunk_bytes: int = _setting(32 << 10, "PHUB_CHUNK_BYTES", "bytes of a chunk (4 KiB .. 4 MiB)")
     bucket_bytes: int = _setting(25 << 20, "PHUB_BUCKET_BYTES", "bytes of a gradient bucket")
     timeout: float = _setting(
@@ -83,6 +86,13 @@ class Config:
         config = Config(**values)
         config.check()
         return config
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables from which another process reads the same settings."""
+        return {
+            item.metadata["variable"]: str(getattr(self, item.name))
+            for item in dataclasses.fields(Config)
+        }
 
     def check(self) -> None:
         """Raise ConfigError when a value is out of its range."""

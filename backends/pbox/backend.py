@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,14 @@ from phub_collective.backends.pbox.keytable import TableIds, TableSpec
 from phub_collective.backends.pbox.launch import LocalServer, start_server
 from phub_collective.backends.pbox.protocol import error_message, new_token, raise_error
 from phub_collective.backends.pbox.service import create_service
-from phub_collective.errors import ConfigError, DuplicateName, PhubError
+from phub_collective.errors import (
+    AuthError,
+    ConfigError,
+    DuplicateName,
+    InternalError,
+    PeerLost,
+    PhubError,
+)
 
 
 @dataclass
@@ -202,15 +211,13 @@ def create(context: Context) -> Backend:
     if context.rank == 0:
         try:
             server, invitation = _invite(context)
-        except PhubError as error:
-            invitation = error_message(error)
+        except Exception as error:  # whatever it is, the others wait to be told
+            invitation = error_message(_typed(error))
     value = json.dumps(invitation).encode()
-    shared = json.loads(context.rendezvous.all_gather("pbox", value)[0])
     try:
+        shared = json.loads(context.rendezvous.all_gather("pbox", value)[0])
         raise_error(shared)
-        connection = Connection(
-            shared["address"], shared["job"], shared["token"], context.rank, context.config
-        )
+        connection = _connect(shared, context)
     except BaseException:
         if server is not None:
             server.stop()
@@ -218,22 +225,47 @@ def create(context: Context) -> Backend:
     return PboxBackend(context, connection, server)
 
 
+def _typed(error: Exception) -> PhubError:
+    if isinstance(error, PhubError):
+        return error
+    return InternalError(f"[pbox] rank 0 could not bring the others to a PBox: {error!r}")
+
+
 def _invite(context: Context) -> tuple[LocalServer | None, dict[str, object]]:
     """Rank 0: where the PBox is, and the job on it."""
     config, server = context.config, None
-    address = config.pbox
+    addresses, admin_token = [config.pbox], config.admin_token
     job = config.job or f"job-{new_token()[:12]}"
     if config.token:
         if not (config.pbox and config.job):
             raise ConfigError("[pbox] PHUB_TOKEN needs PHUB_PBOX and PHUB_JOB too")
-        return None, {"address": address, "job": job, "token": config.token}
-    if not address:
+        return None, {"addresses": addresses, "job": job, "token": config.token}
+    if not config.pbox:
         server = start_server(config, all_local=context.local_size == context.size)
-        address = server.address
+        addresses, admin_token = server.addresses, server.admin_token
     try:
-        token = create_service(address, job, context.size, config.chunk_bytes)
+        token = create_service(addresses[0], job, context.size, config.chunk_bytes, admin_token)
     except BaseException:
         if server is not None:
             server.stop()
         raise
-    return server, {"address": address, "job": job, "token": token}
+    # Loopback is another host for others, where something else may listen.
+    beyond = [address for address in addresses if not address.startswith("127.")]
+    return server, {"addresses": beyond or addresses, "job": job, "token": token}
+
+
+def _connect(invitation: Mapping[str, Any], context: Context) -> Connection:
+    """Through the first of the addresses at which the job is known."""
+    job, token = invitation["job"], invitation["token"]
+    failures: list[PhubError] = []
+    for address in invitation["addresses"]:
+        try:
+            return Connection(address, job, token, context.rank, context.config)
+        except (PeerLost, AuthError) as error:  # not there, or another PBox is
+            failures.append(error)
+    if len(failures) == 1:
+        raise failures[0]
+    raise PeerLost(
+        f"[pbox] rank {context.rank} found the job's PBox at none of its host's addresses; "
+        "open one of them, or start phub serve and set PHUB_PBOX: " + "; ".join(map(str, failures))
+    )

@@ -3,7 +3,6 @@ connection and the lanes. The server's half is in server.py."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from phub_collective.backends.pbox import protocol
-from phub_collective.errors import ConfigError, PeerLost, ProtocolError
+from phub_collective.errors import ConfigError, PeerLost, PhubError, ProtocolError
 
 HANDSHAKE_SECONDS = 10.0  # for each message, on both ends
 
@@ -79,7 +78,11 @@ class Talk:
 
     def hear_with_descriptors(self) -> tuple[protocol.Message, list[int]]:
         message, descriptors = self._guard(lambda: protocol.receive_with_descriptors(self.sock))
-        protocol.raise_error(message)
+        try:
+            protocol.raise_error(message)
+        except PhubError:
+            protocol.close_all(descriptors)
+            raise
         return message, descriptors
 
     def prove(self, token: str, *claims: object) -> None:
@@ -118,14 +121,14 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def create_job(address: str, job: str, workers: int, chunk_bytes: int) -> str:
-    """Ask for a new job; its token. PHUB_ADMIN_TOKEN is proved when the server asks."""
+def create_job(address: str, job: str, workers: int, chunk_bytes: int, admin_token: str) -> str:
+    """Ask for a new job; its token. `admin_token` is proved when the server asks."""
     with _tcp(*parse_address(address)) as talk, talk.sock:
         talk.say(op="create", name=job, workers=workers, chunk_bytes=chunk_bytes)
         answer = talk.hear()
         if "nonce" in answer:
-            admin = os.environ.get("PHUB_ADMIN_TOKEN", "")
-            talk.say(proof=protocol.proof(admin, str(answer["nonce"]), "create", job))
+            proof = protocol.proof(admin_token, str(answer["nonce"]), "create", job)
+            talk.say(proof=proof)
             answer = talk.hear()
     return str(answer["token"])
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phub_collective.backends.pbox.protocol import new_token
 from phub_collective.config import Config
 from phub_collective.errors import PeerLost
+from phub_collective.machine import own_addresses
 
 START_SECONDS = 60.0  # a loaded machine takes long to import NumPy
 STOP_SECONDS = 10.0
@@ -21,71 +22,76 @@ STOP_SECONDS = 10.0
 @dataclass
 class LocalServer:
     """A PBox started by `start_server`. Its standard input is the lifeline: it stops when that
-    closes, however this process ends."""
+    closes, however this process ends.
+
+    Attributes:
+        addresses: HOST:PORT at which it may be reached, this host's own way first.
+        admin_token: what creating a job on it proves.
+    """
 
     process: subprocess.Popen[bytes]
-    address: str
+    addresses: list[str]
+    admin_token: str
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for this host."""
+        return self.addresses[0]
 
     def stop(self) -> None:
         """Close the lifeline and wait."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        _stop(self.process, STOP_SECONDS)
 
 
 def start_server(config: Config, all_local: bool) -> LocalServer:
-    """Start `phub serve` on this host, on loopback when every worker is here.
+    """Start `phub serve` on this host: on loopback when every worker is here, else on all
+    addresses, where creating a job on it stays a matter of this process.
 
     Raises:
         PeerLost: it did not come up; its last words are on standard error.
     """
-    host = "127.0.0.1" if all_local else _own_address()
-    command = [
-        sys.executable,
-        "-m",
-        "phub_collective",
-        "serve",
-        "--host",
-        host,
-        "--port",
-        "0",
-        "--lifeline",
-    ]
-    environment = dict(os.environ)
-    if not all_local:
-        # Creating jobs on it stays a matter of this process and its children.
-        os.environ.setdefault("PHUB_ADMIN_TOKEN", new_token())
-        environment["PHUB_ADMIN_TOKEN"] = os.environ["PHUB_ADMIN_TOKEN"]
-    if config.pbox_cores:
-        environment["PHUB_PBOX_CORES"] = str(config.pbox_cores)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    )
+    admin_token = config.admin_token or ("" if all_local else new_token())
+    settings = dataclasses.replace(config, admin_token=admin_token).to_environment()
+    host = "127.0.0.1" if all_local else "0.0.0.0"
+    command = [sys.executable, "-m", "phub_collective", "serve", "--host", host, "--lifeline"]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **settings},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise PeerLost(f"[pbox] the PBox could not be started: {error}") from error
+    line = _first_line(process)
+    if "serving on " not in line:
+        _stop(process, 0.0)
+        raise PeerLost(
+            f"[pbox] the PBox did not start within {START_SECONDS:g} s (exit {process.returncode})"
+        )
+    port = line.split("serving on ")[1].split()[0].rpartition(":")[2]
+    hosts = ["127.0.0.1"] if all_local else own_addresses()
+    return LocalServer(process, [f"{host}:{port}" for host in hosts], admin_token)
+
+
+def _first_line(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         ready = selector.select(START_SECONDS)
-    line = process.stdout.readline().decode() if ready else ""
-    if "serving on " not in line:
+    return process.stdout.readline().decode() if ready else ""
+
+
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Close its lifeline; kill it when it has not ended after so long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        raise PeerLost(
-            f"[pbox] the PBox did not start within {START_SECONDS:g} s (exit {process.returncode})"
-        )
-    return LocalServer(process, line.split("serving on ")[1].split()[0].rstrip(","))
-
-
-def _own_address() -> str:
-    """This host's address as its name resolves, for workers on other hosts."""
-    return socket.gethostbyname(socket.gethostname())
+    process.stdout.close()

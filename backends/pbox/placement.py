@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from phub_collective.backends.base import Key, layout
+from phub_collective.config import Config
 from phub_collective.errors import ConfigError
-
-CHUNK_BYTES = 32 << 10
 
 
 class Chunk(NamedTuple):
@@ -47,7 +46,7 @@ class Placement:
     loads: np.ndarray
 
 
-def split(keys: Sequence[Key], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+def split(keys: Sequence[Key], chunk_bytes: int = Config.chunk_bytes) -> list[Chunk]:
     """Cut every key into chunks of `chunk_bytes`, the last one shorter. A chunk never straddles
     keys; a key without elements has no chunk."""
     offsets, _ = layout(keys)
@@ -61,7 +60,7 @@ def split(keys: Sequence[Key], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
 
 def place(
     keys: Sequence[Key],
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = Config.chunk_bytes,
     cores: int = 1,
     interfaces: int = 1,
     shards: int = 1,

@@ -19,7 +19,7 @@ MAX_GROUPS = 4096
 MAX_TABLES = 1 << 14  # of one job, like the next two; ad-hoc names are tables, too
 MAX_KEYS = 1 << 20
 MAX_CHUNKS = 1 << 22  # 128 GiB in chunks of 32 KiB
-KEY_BYTES, CHUNK_BYTES = 1000, 200  # of a table's description, about
+DESCRIBED_KEY, DESCRIBED_CHUNK = 1000, 200  # bytes of a table's description, about
 PAGE_BYTES = 4096
 RING_MAPPINGS = 5  # of one shm lane: its page of controls, and each ring twice
 MEMINFO = Path("/proc/meminfo")
@@ -141,7 +141,8 @@ def description_need(spec: TableSpec) -> Need:
     """What it takes to know a table, from its first announcement on."""
     keys = len(spec.keys)
     chunks = sum(-(-_bytes(key) // spec.chunk_bytes) for key in spec.keys)
-    return Need(KEY_BYTES * keys + CHUNK_BYTES * chunks, tables=1, keys=keys, chunks=chunks)
+    nbytes = DESCRIBED_KEY * keys + DESCRIBED_CHUNK * chunks
+    return Need(nbytes, tables=1, keys=keys, chunks=chunks)
 
 
 def memory_need(spec: TableSpec, workers: int, local: bool) -> Need:

@@ -42,13 +42,13 @@ def default_cores(config: Config) -> int:
 
 
 def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
-    """The options that flags, PHUB_ADMIN_TOKEN and the settings make."""
+    """The options that flags and the settings make."""
     interfaces = [a.strip() for a in args.interfaces.split(",") if a.strip()] or [args.host]
     return ServerOptions(
         interfaces,
         args.port,
         args.cores or max(default_cores(config), len(interfaces)),
-        os.environ.get("PHUB_ADMIN_TOKEN", ""),
+        config.admin_token,
         config.congestion,
         config.socket_buffer,
         max(1, int(config.timeout)),

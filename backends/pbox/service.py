@@ -22,19 +22,28 @@ from phub_collective.config import Config
 from phub_collective.errors import ConfigError, DuplicateName, MismatchError
 
 
-def create_service(address: str, job: str, workers: int, chunk_bytes: int = 32 << 10) -> str:
+def create_service(
+    address: str,
+    job: str,
+    workers: int,
+    chunk_bytes: int = Config.chunk_bytes,
+    admin_token: str | None = None,
+) -> str:
     """Make a job on a PBox (the paper's CreateService) and return its token.
 
     Args:
-        address: HOST:PORT of the PBox. PHUB_ADMIN_TOKEN is proved when the server asks.
+        address: HOST:PORT of the PBox.
         workers: number of ranks of the job.
         chunk_bytes: largest chunk that its ranks will use.
+        admin_token: proved when the server asks (None: PHUB_ADMIN_TOKEN).
 
     Raises:
         ConfigError: the name is taken or a number out of range. PeerLost: no PBox there.
         AuthError: the server wants an admin token.
     """
-    return create_job(address, job, workers, chunk_bytes)
+    if admin_token is None:
+        admin_token = Config.from_environment().admin_token
+    return create_job(address, job, workers, chunk_bytes, admin_token)
 
 
 def connect_service(

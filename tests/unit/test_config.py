@@ -59,6 +59,12 @@ def test_a_bad_value_is_named_with_what_was_expected(variable: str, text: str, s
         Config.from_environment({variable: text})
 
 
+def test_settings_go_to_another_process() -> None:
+    config = Config(lane="tcp", timeout=0.1, chunk_bytes=8192, admin_token="secret")
+    assert Config.from_environment(config.to_environment()) == config
+    assert Config.from_environment(Config().to_environment()) == Config()
+
+
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown settings \\['chunk'\\]"):
         Config.from_environment({}, chunk=4096)

@@ -3,10 +3,26 @@ tests/contract."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import socket
+from typing import Any, cast
+
 import pytest
 from pbox_jobs import SOON, allreduce, box, together, until
+from ranks import run_threads
 
-from phub_collective.errors import ConfigError, PeerLost
+from phub_collective.backends.base import Context
+from phub_collective.backends.pbox import backend
+from phub_collective.backends.pbox.backend import create
+from phub_collective.errors import (
+    BackendUnavailable,
+    ConfigError,
+    InternalError,
+    PeerLost,
+    PhubError,
+)
+from phub_collective.machine import own_addresses
 
 
 def test_a_name_submitted_again_after_a_loss_is_the_same_loss() -> None:
@@ -14,13 +30,13 @@ def test_a_name_submitted_again_after_a_loss_is_the_same_loss() -> None:
         job = made.job(2)
         backends = together(2, lambda rank: job.backend(rank))
         together(2, lambda rank: backends[rank].submit(allreduce("known", 1)).wait(SOON))
-    backend = backends[0]
-    until(lambda: backend.connection._error is not None, "the loss was not noticed")
+    survivor = backends[0]
+    until(lambda: survivor.connection._error is not None, "the loss was not noticed")
     for name in ("known", "new", "new", "known"):
         with pytest.raises(PeerLost):
-            backend.submit(allreduce(name, 1)).wait(SOON)
-    for backend in backends:
-        backend.close()
+            survivor.submit(allreduce(name, 1)).wait(SOON)
+    for one in backends:
+        one.close()
 
 
 def test_who_waits_for_others_to_submit_a_name_is_told_when_the_backend_closes() -> None:
@@ -34,3 +50,65 @@ def test_who_waits_for_others_to_submit_a_name_is_told_when_the_backend_closes()
         with pytest.raises(ConfigError, match="rank 0 has left the job"):
             work.wait(SOON)
         backends[1].close()
+
+
+# --- finding the PBox ---
+
+
+def far_apart(context: Context) -> Context:
+    """As if every rank were on a host of its own."""
+    return dataclasses.replace(context, local_rank=0, local_size=1)
+
+
+def test_the_pbox_of_several_hosts_is_not_on_loopback_and_leaves_no_token_behind() -> None:
+    before = dict(os.environ)
+
+    def rank(context: Context) -> str:
+        made = create(far_apart(context))
+        assert isinstance(made, backend.PboxBackend)
+        operation = allreduce("x", 1, 2)
+        made.submit(operation).wait(SOON)
+        assert operation.buffer is not None
+        assert operation.buffer.array().tolist() == [2, 4]
+        made.close()
+        return made.connection._who.address
+
+    addresses = run_threads(2, rank, pbox_cores=1, lane="tcp")
+    assert dict(os.environ) == before
+    beyond = [host for host in own_addresses() if not host.startswith("127.")]
+    assert all(address.rpartition(":")[0] in (beyond or ["127.0.0.1"]) for address in addresses)
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [(OSError("no such"), InternalError), (BackendUnavailable("[x] none"), BackendUnavailable)],
+)
+def test_why_rank_0_has_no_pbox_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch, cause: Exception, kind: type[PhubError]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(backend, "start_server", fails)
+
+    def rank(context: Context) -> None:
+        with pytest.raises(kind, match="none|no such"):
+            create(context)
+
+    run_threads(2, rank)
+
+
+def test_the_first_address_that_knows_the_job_is_taken() -> None:
+    with box() as made, box() as other, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        job = made.job(1)
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+        addresses = [nobody, other.address, made.address]
+        invitation = {"addresses": addresses, "job": job.name, "token": job.token}
+        context = Context(0, 1, 0, 1, cast(Any, None), job.config)
+        connection = backend._connect(invitation, context)
+        assert connection._who.address == made.address
+        connection.close()
+        invitation["addresses"] = addresses[:2]
+        with pytest.raises(PeerLost, match=f"none of its.*{nobody}.*wrong token"):
+            backend._connect(invitation, context)

@@ -122,9 +122,15 @@ def goes_back(pid: int, before: Footprint) -> None:
 
 
 def start_training(
-    address: str, job: str, crew: list[Worker], lane: str, elements: int = 50_000, **order: Any
+    address: str,
+    job: str,
+    crew: list[Worker],
+    lane: str,
+    elements: int = 50_000,
+    admin_token: str = "",
+    **order: Any,
 ) -> None:
-    token = create_service(address, job, SIZE)
+    token = create_service(address, job, SIZE, admin_token=admin_token)
     for rank, worker in enumerate(crew):
         worker.order(
             address=address,
@@ -253,18 +259,40 @@ class OtherHost:
         self._ip("netns", "delete", self.name)  # and the cable with it
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs network namespaces")
-def test_a_host_that_cannot_be_reached_is_lost(
-    crew: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PHUB_ADMIN_TOKEN", "secret")
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip"), reason="needs network namespaces"
+)
+
+
+@needs_namespaces
+def test_a_pbox_for_several_hosts_is_reached_from_another(crew: list[Worker]) -> None:
+    host = OtherHost()
+    far = Worker("ip", "netns", "exec", host.name)
+    server = start_server(Config(pbox_cores=1), all_local=False)
+    try:
+        far.answer("ready")
+        (address,) = [a for a in server.addresses if a.startswith(f"{host.address}:")]
+        everybody = [crew[0], far, crew[2]]
+        start_training(address, "far", everybody, "auto", admin_token=server.admin_token)
+        server.process.kill()
+        for worker in everybody:
+            lost(worker, -1)
+    finally:
+        server.stop()
+        far.end()
+        host.remove()
+
+
+@needs_namespaces
+def test_a_host_that_cannot_be_reached_is_lost(crew: list[Worker]) -> None:
     host = OtherHost()
     far = Worker("ip", "netns", "exec", host.name)
     try:
         far.answer("ready")
         with box(interfaces=(host.address,), admin_token="secret", keepalive=2) as made:
             before = Footprint.of(os.getpid())
-            start_training(made.address, "cut", [crew[0], far, crew[2]], "auto", timeout=2.0)
+            everybody, token = [crew[0], far, crew[2]], "secret"
+            start_training(made.address, "cut", everybody, "auto", admin_token=token, timeout=2.0)
             host.cut()
             lost(crew[0], 1)
             lost(crew[2], 1)

@@ -361,12 +361,11 @@ def test_beyond_loopback_an_admin_token_is_required(monkeypatch: pytest.MonkeyPa
             PBoxServer(ServerOptions(interfaces=(address,)))
     with box(interfaces=("0.0.0.0",), admin_token="secret") as made:
         address = f"127.0.0.1:{made.server.addresses[0][1]}"
-        monkeypatch.delenv("PHUB_ADMIN_TOKEN", raising=False)
-        with pytest.raises(AuthError):
-            create_service(address, "job", 1)
         monkeypatch.setenv("PHUB_ADMIN_TOKEN", "guess")
-        with pytest.raises(AuthError):
-            create_service(address, "job", 1)
+        for token in (None, "", "guess"):  # an argument wins over the environment
+            with pytest.raises(AuthError):
+                create_service(address, "job", 1, admin_token=token)
+        create_service(address, "job0", 1, admin_token="secret")
         monkeypatch.setenv("PHUB_ADMIN_TOKEN", "secret")
         token = create_service(address, "job", 1)
         # A wildcard address is told to the worker as the one at which it came.
