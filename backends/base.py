@@ -13,7 +13,7 @@ import abc
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -229,7 +229,6 @@ class Counters:
 
     pushed: int = 0  # handed to the transport (on shm: published to the core)
     steps: int = 0
-    extra: dict[str, int] = field(default_factory=dict)
 
 
 class Exchange(abc.ABC):

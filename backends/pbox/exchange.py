@@ -145,14 +145,15 @@ class PboxExchange(Exchange):
         self._connection.client.push(self._ids.id, key, flags, self._views[key])
         self._pushed.add(key)
 
-    def pull(self, key: int) -> None:
-        """Fetch the current weights of `key` into the arena, without a push (server optimizer,
-        gradients not read in place)."""
-        self._connection.client.pull(self._ids.id, key, self._views[key])
-        self._connection.wait(
-            lambda s: bool(self._connection.client.wait(self._ids.id, key, s)),
-            f"a pull of key {key}",
-        )
+    def pull(self, key: int, timeout: float | None = None) -> None:
+        """Make the current weights of `key` stand in the arena, without a push (server optimizer).
+        `timeout`: as of `wait`."""
+        if self._in_place:
+            return  # the answer to the last push is there: no step goes on without this rank
+        client, table, view = self._connection.client, self._ids.id, self._views[key]
+        client.pull(table, key, view)
+        what = f"the weights of {self._spec.keys[key].name!r}"
+        self._connection.wait(lambda s: bool(client.wait(table, key, s)), what, timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         missing = [k.name for i, k in enumerate(self._spec.keys) if i not in self._pushed]

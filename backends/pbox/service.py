@@ -66,6 +66,7 @@ class Service:
         self._keys: dict[str, int] = {}
         self._specs: list[Key] = []
         self._in_flight: set[str] = set()
+        self._optimizes = False  # the server does
 
     @property
     def workers(self) -> int:
@@ -104,6 +105,7 @@ class Service:
         place = "worker" if optimizer is None else "server"
         spec = ExchangeSpec("service", self._specs, op, place)
         self._exchange = PboxExchange(self._connection, spec, self._connection.chunk_bytes)
+        self._optimizes = optimizer is not None
         if optimizer is not None:
             self._exchange.set_hyper([optimizer])
         for name, array in arrays.items():
@@ -136,18 +138,25 @@ class Service:
         self._in_flight.add(name)
 
     def pull(self, name: str, timeout: float | None = None) -> np.ndarray:
-        """Wait for the answer to this rank's push of `name` (Pull): the reduced gradient or the
-        new weights, as a new array.
+        """The answer to this rank's push of `name` (Pull), when it has come: the reduced gradient
+        or the new weights, as a new array. Without a push: the server's current weights.
 
         Raises:
-            ConfigError: there was no push. PeerTimeout, PeerLost: see `Exchange.wait`.
+            ConfigError: there was no push, and the server runs no optimizer.
+            PeerTimeout, PeerLost: see `Exchange.wait`.
         """
         exchange, key = self._ready(), self._key(name)
-        if name not in self._in_flight:
-            raise ConfigError(f"[pbox] pull of {name!r} without a push")
-        exchange.wait_key(key, timeout)
-        self._in_flight.discard(name)
-        exchange.finish_key(key)
+        if name in self._in_flight:
+            exchange.wait_key(key, timeout)
+            self._in_flight.discard(name)
+            exchange.finish_key(key)
+        elif self._optimizes:
+            exchange.pull(key, timeout)
+        else:
+            raise ConfigError(
+                f"[pbox] pull of {name!r} without a push; only with optimizer=... at init does the "
+                "server have weights"
+            )
         return self._view(name).copy()
 
     def push_pull(

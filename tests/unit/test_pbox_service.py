@@ -76,6 +76,24 @@ def test_the_server_optimizes(pbox: Box) -> None:
     together(2, rank)
 
 
+@pytest.mark.parametrize("lane", LANES)
+def test_a_pull_without_a_push_brings_the_current_weights(pbox: Box, lane: str) -> None:
+    services = pbox.job(2, lane).services()
+
+    def rank(rank: int) -> None:
+        with services[rank] as service:
+            service.init({"w": floats(20_000, value=3 + rank), "b": floats(5)}, Hyper(lr=1.0))
+            for step in range(3):
+                for _ in range(2):
+                    if lane == "tcp":  # it comes from the server, and not from this side's memory
+                        service._view("w")[...] = -1
+                    np.testing.assert_array_equal(service.pull("w"), floats(20_000, value=3 - step))
+                service.push_pull("w", floats(20_000, value=1))
+            assert not service.pull("b").any()
+
+    together(2, rank)
+
+
 def test_keys_advance_on_their_own(pbox: Box) -> None:
     """One key may be many steps ahead of another."""
     services = pbox.job(2).services()
