@@ -21,6 +21,7 @@ BELL_S = 60.0  # how long one wait for a round may last before it is begun again
 CLOSE_S = 5.0  # how long `close` waits for the other ranks' last round
 
 Use = tuple[str, int]  # a name, and how many times it was used before
+Uses = dict[str, int]  # how many times each name was used
 
 
 class Listener(Protocol):
@@ -36,8 +37,8 @@ class Listener(Protocol):
         """Whether this rank has come to this use of a name."""
         ...
 
-    def ended(self, error: PhubError, is_loss: bool) -> None:
-        """No more decisions: a rank was lost, or (`is_loss` false) closed in good order."""
+    def ended(self, error: PhubError, left: Sequence[Uses]) -> None:
+        """No more decisions: ranks have `left` in good order, or (none did) one was lost."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Words:
     announced: list[Announcement] = field(default_factory=list)
     asked: list[Use] = field(default_factory=list)  # who has not begun this use?
     begun: dict[str, bool] = field(default_factory=dict)  # answers to the last round's questions
-    leaving: bool = False
+    leaving: Uses | None = None  # with what it has begun
 
     def pack(self) -> bytes:
         announced = [astuple(one) for one in self.announced]
@@ -102,11 +103,12 @@ class Agreement:
                 return self._absent.pop(key, ())
         return ()
 
-    def close(self) -> None:
-        """Leave, so that the others' next announcement is an error and not a wait; idempotent."""
+    def close(self, begun: Uses) -> None:
+        """Leave after these uses, so that what the others announce next, or have begun without
+        us, is an error and not a wait; idempotent."""
         with self._changed:
-            if self._ended is None and not self._mine.leaving:
-                self._mine.leaving = True
+            if self._ended is None and self._mine.leaving is None:
+                self._mine.leaving = begun
                 self._ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
@@ -126,9 +128,9 @@ class Agreement:
             while self._take_part():
                 pass
         except PhubError as error:
-            self._end(error, is_loss=True)
+            self._end(error)
         except Exception as error:  # a thread that ends silently would leave waits without end
-            self._end(InternalError(f"[{self._label}] {error!r}"), is_loss=True)
+            self._end(InternalError(f"[{self._label}] {error!r}"))
             raise
 
     def _take_part(self) -> bool:
@@ -173,20 +175,21 @@ class Agreement:
 
     def _stays(self, heard: Sequence[Words]) -> bool:
         """Whether all ranks stay; if not, this was the last round for everybody."""
-        gone = [rank for rank, words in enumerate(heard) if words.leaving]
+        gone = {r: words.leaving for r, words in enumerate(heard) if words.leaving is not None}
         if gone:
+            first = min(gone)
             text = (
-                f"[{self._label}] rank {self._rank}: rank {gone[0]} closed its backend; close it "
+                f"[{self._label}] rank {self._rank}: rank {first} closed its backend; close it "
                 "on all ranks after the last operation"
             )
-            self._end(PeerLost(text, gone[0]), is_loss=False)
+            self._end(PeerLost(text, first), list(gone.values()))
         return not gone
 
-    def _end(self, error: PhubError, is_loss: bool) -> None:
+    def _end(self, error: PhubError, left: Sequence[Uses] = ()) -> None:
         with self._changed:
             self._ended = error
             self._changed.notify_all()
-        self._listener.ended(error, is_loss)
+        self._listener.ended(error, left)
 
 
 def _key(use: Use) -> str:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from phub_collective.backends.agreement import Agreement
+from phub_collective.backends.agreement import Agreement, Uses
 from phub_collective.backends.base import Backend, Context, Kind, Operation, Work
 from phub_collective.backends.negotiation import Announcement, Decision, Refuse, Start
 from phub_collective.backends.operations import check, describe
@@ -235,7 +235,9 @@ class ChannelBackend(Backend):
         for work in flying:
             with suppress(PhubError):  # whoever waits for it gets it too
                 work.wait(max(0.0, deadline - time.monotonic()))
-        self._agreement.close()
+        with self.lock:
+            begun = {name: named.uses for name, named in self._named.items()}
+        self._agreement.close(begun)
         with self.lock:
             orderly = not (self._lost or self._abandoned or self._flying)
         self.disconnect(orderly)
@@ -291,11 +293,13 @@ class ChannelBackend(Backend):
             named = self._named.get(name)
             return named is not None and named.uses > use
 
-    def ended(self, error: PhubError, is_loss: bool) -> None:
+    def ended(self, error: PhubError, left: Sequence[Uses]) -> None:
         with self.lock:
-            self._ended, self._lost = error, is_loss
+            self._ended, self._lost = error, not left
             for work in list(self._flying.values()):
-                if is_loss or work.handle is None:
+                # Those who left have finished what they had begun, so it will finish here too.
+                stays_away = any(uses.get(work.name, 0) <= work.use for uses in left)
+                if self._lost or work.handle is None or stays_away:
                     self._fail(work, error)
 
     def _channel_for(self, start: Start) -> Channel:

@@ -35,6 +35,7 @@ from phub_collective.errors import (
 )
 
 WAIT_S = 60.0  # no correct operation here takes as long, also on a loaded machine
+SOON_S = 3.0  # nor does the news that a rank has left
 
 
 def allreduce(backend: Backend, name: str, array: np.ndarray, op: ReduceOp = ReduceOp.SUM) -> None:
@@ -194,15 +195,27 @@ def a_missing_rank_is_a_timeout(backend: Backend) -> None:
 
 
 def a_rank_that_left_is_an_error(backend: Backend) -> None:
-    """The last rank closes in good order; what the others submit then must not wait for ever."""
-    rank, size = backend.context.rank, backend.context.size
+    """The last rank closes in good order; what the others submit then, and what they had submitted
+    before, must not wait for it."""
+    rank, size, rendezvous = backend.context.rank, backend.context.size, backend.context.rendezvous
     for _ in range(3):
-        allreduce(backend, "all", np.ones(10, np.float32))
+        allreduce(backend, "used", np.ones(10, np.float32))
     if rank == size - 1:
+        rendezvous.barrier("submitted")
         backend.close()
         return
-    with pytest.raises((PeerLost, PeerTimeout)):
-        backend.submit(Operation(Kind.ALLREDUCE, "some", Buffer.of(np.ones(3)))).wait(5.0)
+    array = np.ones(10, np.float32)
+    names = ["new", "used"]
+    works = [backend.submit(Operation(Kind.ALLREDUCE, n, Buffer.of(array.copy()))) for n in names]
+    rendezvous.barrier("submitted")
+    for work in works:
+        with pytest.raises(PeerLost) as caught:
+            work.wait(SOON_S)
+        assert caught.value.rank == size - 1
+    for name in ("new", "used", "other"):
+        with pytest.raises(PeerLost) as caught:
+            backend.submit(Operation(Kind.ALLREDUCE, name, Buffer.of(array))).wait(SOON_S)
+        assert caught.value.rank == size - 1
 
 
 MISMATCHES = {

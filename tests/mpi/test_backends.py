@@ -86,5 +86,11 @@ def test_wrong_ranks_are_refused_on_all(job: Session) -> None:
         backends.create("mpi", larger)
 
 
+def test_a_rank_that_left_is_an_error(job: Session) -> None:
+    backend = backends.create("mpi", job.context)
+    checks.a_rank_that_left_is_an_error(backend)
+    backend.close()
+
+
 def test_close_ends_the_backend(job: Session) -> None:
     checks.nothing_works_after_close(backends.create("mpi", job.context))
