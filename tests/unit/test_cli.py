@@ -53,7 +53,8 @@ def test_config_shows_what_is_set_but_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PHUB_TIMEOUT", "7")
-    monkeypatch.setenv("PHUB_TOKEN", "0123456789abcdef")
+    for variable in ("PHUB_TOKEN", "PHUB_ADMIN_TOKEN"):
+        monkeypatch.setenv(variable, "0123456789abcdef")
     assert cli.main(["config"]) == 0
     shown = capsys.readouterr().out
     assert "PHUB_TIMEOUT=7.0  (set; default 30.0)" in shown
