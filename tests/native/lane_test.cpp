@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <new>
 
 #include <random>
 
@@ -166,6 +167,19 @@ TEST(an_error_of_the_sink_closes_the_lane) {
       CHECK_EQUAL(pair.right.sink.closes, 1);
       CHECK(pair.right.sink.error.code == ErrorCode::mismatch && pair.right.sink.error.rank == 5);
     }
+  }
+}
+
+TEST(an_exception_of_another_kind_closes_the_lane_too) {
+  for (const Transport& transport : kTransports) {
+    Pair pair(transport);
+    pair.right.sink.on_frame = [](Lane&, const Header&, const std::byte*) {
+      throw std::bad_alloc();
+    };
+    pair.left.lane->send(header(FrameKind::push, 0, 0), nullptr);
+    pair.right.drive([&] { return pair.right.lane->is_closed(); });
+    CHECK_EQUAL(pair.right.sink.closes, 1);
+    CHECK(pair.right.sink.error.code == ErrorCode::internal);
   }
 }
 
