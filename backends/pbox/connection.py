@@ -96,7 +96,9 @@ class Connection:
     # --- set-up ---
 
     def _open_lane(self, core: int) -> None:
-        sock, descriptors = open_lane(self._who, self._welcome, core, self.transport)
+        sock, descriptors = open_lane(
+            self._who, self._welcome, core, self.transport, self.config.congestion
+        )
         payload = protocol.lane_payload(self.chunk_bytes)
         carrier = self.transport
         if self.transport == "tcp":

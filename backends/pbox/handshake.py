@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
+from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
 from phub_collective.errors import ConfigError, PeerLost, PhubError, ProtocolError
 
@@ -150,12 +151,12 @@ def join(who: Identity, lane: str) -> tuple[socket.socket, Welcome, str]:
 
 
 def open_lane(
-    who: Identity, welcome: Welcome, core: int, transport: str
+    who: Identity, welcome: Welcome, core: int, transport: str, congestion: str = ""
 ) -> tuple[socket.socket, list[int]]:
     """The socket of a lane to a core, and for shm the descriptor of its rings."""
     host, port, _ = next(item for item in welcome.interfaces if core in item[2])
     shared = transport == "shm"
-    with _unix(welcome.unix) if shared else _tcp(host, port) as talk:
+    with _unix(welcome.unix) if shared else _tcp(host, port, congestion) as talk:
         talk.say(op="lane", job=who.job, rank=who.rank, core=core, transport=transport)
         talk.prove(who.token, "lane", who.job, who.rank, core, transport)
         if not shared:
@@ -165,8 +166,28 @@ def open_lane(
         return talk.sock, descriptors
 
 
-def _tcp(host: str, port: int) -> Talk:
-    return Talk(lambda: socket.create_connection((host, port), HANDSHAKE_SECONDS), f"{host}:{port}")
+def _tcp(host: str, port: int, congestion: str = "") -> Talk:
+    return Talk(lambda: connect(host, port, congestion), f"{host}:{port}")
+
+
+def connect(host: str, port: int, congestion: str) -> socket.socket:
+    """As socket.create_connection, but the congestion control is chosen before connecting: a
+    connection that began with BBR goes on pacing by timer."""
+    failure = OSError(f"{host} has no address")
+    for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, number)
+        try:
+            load().choose_congestion(sock.fileno(), congestion)
+            sock.settimeout(HANDSHAKE_SECONDS)
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except PhubError:  # no such congestion control
+            sock.close()
+            raise
+    raise failure
 
 
 def _unix(name: str) -> Talk:

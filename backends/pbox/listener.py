@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from phub_collective.backends.native import load
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.errors import ConfigError
 
@@ -27,16 +28,20 @@ class Listener:
     """
 
     def __init__(
-        self, addresses: Sequence[str], port: int, serve: Callable[[socket.socket], None]
+        self,
+        addresses: Sequence[str],
+        port: int,
+        congestion: str,
+        serve: Callable[[socket.socket], None],
     ) -> None:
         """`serve` is called on a thread of its own for every connection, which is closed when it
-        returns. Nothing is accepted before `start`.
+        returns. Nothing is accepted before `start`. `congestion`: control of TCP connections.
 
         Raises:
             ConfigError: an address cannot be listened on.
         """
         self._serve = serve
-        self._listeners = _listen_on(addresses, port)
+        self._listeners = _listen_on(addresses, port, congestion)
         self.unix = f"phub-{secrets.token_hex(8)}"
         self._unix = socket.socket(socket.AF_UNIX)
         self._unix.bind("\0" + self.unix)
@@ -126,20 +131,22 @@ class Listener:
             del self._serving[thread]
 
 
-def _listen_on(addresses: Sequence[str], port: int) -> list[socket.socket]:
-    listeners: list[socket.socket] = []
-    for address in addresses:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listeners.append(listener)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            for opened in listeners:
-                opened.close()
-            raise ConfigError(
-                f"[pbox] cannot listen on {address} port {port}: {error.strerror}; "
-                "choose a free port, or 0 for any"
-            ) from None
-        listener.listen(128)
-    return listeners
+def _listen_on(addresses: Sequence[str], port: int, congestion: str) -> list[socket.socket]:
+    with contextlib.ExitStack() as undo:
+        listeners = []
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = undo.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            load().choose_congestion(listener.fileno(), congestion)  # accepted sockets inherit it
+            try:
+                listener.bind((address, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"[pbox] cannot listen on {address} port {port}: {error.strerror}; "
+                    "choose a free port, or 0 for any"
+                ) from None
+            listener.listen(128)
+            listeners.append(listener)
+        undo.pop_all()
+        return listeners

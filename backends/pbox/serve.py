@@ -53,6 +53,7 @@ def options_from(args: argparse.Namespace, config: Config) -> ServerOptions:
         config.socket_buffer,
         max(1, int(config.timeout)),
         config.start_timeout,
+        config.spin_us,
     )
 
 

@@ -46,6 +46,7 @@ class ServerOptions:
         admin_token: who creates a job must prove it; required beyond loopback.
         congestion, socket_buffer, keepalive: of tcp lanes (see Config).
         start_timeout: seconds until the first rank must have joined a job.
+        spin_us: how long a core looks for more before it sleeps, in microseconds.
     """
 
     interfaces: Sequence[str] = ("127.0.0.1",)
@@ -56,6 +57,7 @@ class ServerOptions:
     socket_buffer: int = 0
     keepalive: int = 30
     start_timeout: float = 120.0
+    spin_us: int = 0
 
     def check(self) -> None:
         """Raise ConfigError for numbers out of range, and for a listener beyond loopback that
@@ -91,9 +93,9 @@ class PBoxServer:
         options.check()
         self._options = options
         # First, since it may fail: nothing else is running yet.
-        self._listener = Listener(options.interfaces, options.port, self._serve)
+        self._listener = Listener(options.interfaces, options.port, options.congestion, self._serve)
         self._core = load()
-        self._native = self._core.Server(options.cores)
+        self._native = self._core.Server(options.cores, options.spin_us)
         self._tcp = self._core.TcpOptions(
             options.congestion, options.socket_buffer, options.keepalive
         )

@@ -9,7 +9,7 @@ import time
 import pytest
 from pbox_jobs import SOON, Box, box, until
 
-from phub_collective.backends.pbox import listener, server
+from phub_collective.backends.pbox import handshake, listener, server
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.backends.pbox.service import connect_service, create_service
 from phub_collective.errors import AuthError, ConfigError
@@ -81,3 +81,16 @@ def test_the_number_of_jobs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs[0].service(0).close()
         until(lambda: len(pbox.server.jobs()) == 2, "the job did not end")
         pbox.job(1)
+
+
+def test_lanes_have_the_congestion_control_from_their_first_packet() -> None:
+    """Chosen before the connection: one that begins with BBR goes on pacing."""
+    accepting = listener.Listener(["127.0.0.1"], 0, "reno", lambda connection: None)
+    accepting.start()
+    try:
+        with handshake.connect(*accepting.addresses[0], "reno") as sock:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)[:4] == b"reno"
+    finally:
+        accepting.stop()
+    with pytest.raises(ConfigError, match="congestion"):
+        listener.Listener(["127.0.0.1"], 0, "no such", lambda connection: None)
