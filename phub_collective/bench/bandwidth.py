@@ -1,10 +1,10 @@
-"""What an exchange costs at least on one host: the bytes it must move over memory, at the copy
-bandwidth that the same run measured."""
+"""What an exchange costs at least on one host: the bytes it must move over memory, at the highest
+bandwidth that the same run measured, of a copy or of an update in place."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,35 +12,46 @@ import numpy as np
 from phub_collective.bench.gate import Gate
 from phub_collective.machine import usable_cpus
 
-COPY_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
-COPIES = 8  # in one timing, so that the ranks overlap although they do not start as one
+WALK_BYTES = 64 << 20  # per array; two of them on each core exceed common last-level caches
+WALKS = 8  # in one timing, so that the ranks overlap although they do not start as one
 REPEATS = 5
 CACHES = 8  # a workload of so many last-level caches finds little of itself there
 
 
-def copy_seconds(gate: Gate, rank: int) -> list[float]:
-    """Copy on the first ranks, one per core, all at once. Seconds that this rank took for COPIES
-    copies, one entry per repeat; no entry for a rank that only waited. Collective."""
-    copies = rank < usable_cpus()
-    count = COPY_BYTES // 8 if copies else 0
+def walk_seconds(gate: Gate, rank: int) -> dict[str, list[float]]:
+    """Copy, and update in place, on the first ranks, one per core, all at once. Seconds that this
+    rank took for WALKS of each, one entry per repeat; none for a rank that only waited.
+    Collective."""
+    walks = rank < usable_cpus()
+    count = WALK_BYTES // 8 if walks else 0
     source, target = np.ones(count), np.ones(count)
-    seconds = []
-    for _ in range(REPEATS):
-        gate.start()
-        begin = time.perf_counter()
-        for _ in range(COPIES):
-            np.copyto(target, source)
-        seconds.append(time.perf_counter() - begin)
-        gate.pause()
-    return seconds if copies else []
+    kinds: dict[str, Callable[[], object]] = {
+        "copy": lambda: np.copyto(target, source),
+        "update": lambda: np.negative(source, out=source),  # fetches no line just to overwrite it
+    }
+    seconds = {}
+    for name, walk in kinds.items():
+        repeats = [_timed(gate, walk) for _ in range(REPEATS)]
+        seconds[name] = repeats if walks else []
+    return seconds
+
+
+def _timed(gate: Gate, walk: Callable[[], object]) -> float:
+    gate.start()
+    begin = time.perf_counter()
+    for _ in range(WALKS):
+        walk()
+    seconds = time.perf_counter() - begin
+    gate.pause()
+    return seconds
 
 
 def bandwidth(ranks: Sequence[Sequence[float]]) -> float:
-    """Bytes per second, reads and writes counted, that all ranks' copies moved together in the
+    """Bytes per second, reads and writes counted, that all ranks' walks moved together in the
     best repeat; a repeat takes as long as its slowest rank."""
-    copying = [seconds for seconds in ranks if seconds]
-    moved = 2 * COPY_BYTES * COPIES * len(copying)
-    best: float = min(max(repeat) for repeat in zip(*copying, strict=True))
+    walking = [seconds for seconds in ranks if seconds]
+    moved = 2 * WALK_BYTES * WALKS * len(walking)
+    best: float = min(max(repeat) for repeat in zip(*walking, strict=True))
     return moved / best
 
 
@@ -74,9 +85,9 @@ def least_bytes(mode: str, lane: str, workers: int, nbytes: int) -> int:
 
 
 def floor_seconds(
-    mode: str, lane: str, workers: int, nbytes: int, copy_bandwidth: float
+    mode: str, lane: str, workers: int, nbytes: int, bandwidth: float
 ) -> float | None:
     """Seconds for `least_bytes`; None where the last cache may hold a good part of the workload."""
     if workers * nbytes < CACHES * last_level_cache():
         return None
-    return least_bytes(mode, lane, workers, nbytes) / copy_bandwidth
+    return least_bytes(mode, lane, workers, nbytes) / bandwidth

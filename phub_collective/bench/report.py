@@ -13,7 +13,7 @@ NOTES = (
     "time, min, p90: ms; over iterations, of each iteration's slowest rank; time is the median",
     "algbw, busbw: GB/s, busbw as in nccl-tests; exch/s: exchanges per second, all workers summed",
     "wrong: wrong elements over all ranks and iterations, warm-up included; every one is compared",
-    "floor: ms to move over memory what any algorithm must, at copy_GBps; - where a cache holds it",
+    "floor: ms to move over memory what any algorithm must; - where a cache holds it",
     "worker+, server+: MB of peak memory in opening and warm-up beyond the model's own arrays",
 )
 WORKER_STEP_NOTE = (

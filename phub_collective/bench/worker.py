@@ -20,7 +20,7 @@ import numpy as np
 
 from phub_collective.backends import names, runs_optimizer
 from phub_collective.backends.base import Backend
-from phub_collective.bench.bandwidth import bandwidth, copy_seconds, floor_seconds
+from phub_collective.bench.bandwidth import bandwidth, floor_seconds, walk_seconds
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.header import lane_of, worker_facts
 from phub_collective.bench.measure import measure, naming
@@ -57,13 +57,15 @@ class Runner:
             with naming(f"backend {name!r}", "connecting", self._rank):
                 self._backends.append(self._session.backend(name))
         self._name_shared_files()
-        copying = self._copy_bandwidth()
+        memory = self._memory_bandwidths()
         workloads = [Workload.of(plan, name) for name in plan.workloads]
-        header = worker_facts(plan, self._session.config) | {"copy_GBps": copying / 1e9}
+        header = worker_facts(plan, self._session.config) | {
+            f"{walk}_GBps": rate / 1e9 for walk, rate in memory.items()
+        }
         if plan.choose:
             header["choices"] = self._choices(workloads)
         rows = [
-            {**row, **self._judge(row, copying)}
+            {**row, **self._judge(row, max(memory.values()))}
             for workload in workloads
             for row in self._rows(workload)
         ]
@@ -83,15 +85,16 @@ class Runner:
         self._session.prepare(fresh=True)
         return {w.nbytes: self._session.choose(w.nbytes).name for w in workloads}
 
-    def _copy_bandwidth(self) -> float:
-        mine = copy_seconds(self._gate, self._rank)
-        gathered = self._rendezvous.all_gather("bench/copy", json.dumps(mine).encode())
-        return bandwidth([json.loads(one) for one in gathered])
+    def _memory_bandwidths(self) -> dict[str, float]:
+        mine = walk_seconds(self._gate, self._rank)
+        gathered = self._rendezvous.all_gather("bench/memory", json.dumps(mine).encode())
+        ranks = [json.loads(one) for one in gathered]
+        return {walk: bandwidth([rank[walk] for rank in ranks]) for walk in mine}
 
-    def _judge(self, row: dict[str, Any], copying: float) -> dict[str, Any]:
+    def _judge(self, row: dict[str, Any], memory: float) -> dict[str, Any]:
         """The lane that carried a row, and its floor."""
         lane = lane_of(row["backend"], self._plan.lane)
-        floor = floor_seconds(row["mode"], lane, row["workers"], row["bytes"], copying)
+        floor = floor_seconds(row["mode"], lane, row["workers"], row["bytes"], memory)
         times = None if floor is None else row["median_s"] / floor
         return {"lane": lane, "floor_s": floor, "times_floor": times}
 

@@ -114,7 +114,7 @@ class TestFloor:
         assert least("allreduce", "tcp", 4, 100) == 2400
 
     def test_the_slowest_rank_of_the_best_repeat_counts(self) -> None:
-        moved = 2 * 2 * bandwidth.COPY_BYTES * bandwidth.COPIES
+        moved = 2 * 2 * bandwidth.WALK_BYTES * bandwidth.WALKS
         assert bandwidth.bandwidth([[1.0, 3.0], [5.0, 4.0], []]) == moved / 4.0
 
     def test_there_is_none_within_the_cache(self) -> None:
