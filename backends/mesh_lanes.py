@@ -15,25 +15,22 @@ The secret is made by rank 0 and known to whoever takes part in the job's rendez
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
-import logging
 import os
 import secrets
-import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from phub_collective.backends.base import Context
+from phub_collective.backends.descriptors import recv_fds
+from phub_collective.backends.mesh_doors import Doors, Link, Reception
 from phub_collective.errors import AuthError, ConfigError, PeerLost, PeerTimeout
-from phub_collective.machine import host_hint, own_addresses
+from phub_collective.machine import host_hint
 from phub_collective.rendezvous.store.wire import mac, pack, receive, unpack
-
-log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0  # for each message
 MAX_HELLO = 256  # bytes of a message from somebody who has not proved to know the secret
@@ -56,60 +53,6 @@ class Card:
     hosts: list[str]
     port: int
     secret: str
-
-
-@dataclass(frozen=True)
-class Link:
-    """An authenticated connection to another rank.
-
-    Attributes:
-        memory: descriptor of the rings, or -1: the lane is TCP on the socket itself.
-        bell: descriptor of the other end's bell (with memory only).
-        first: this end made the memory.
-    """
-
-    peer: int
-    sock: socket.socket
-    memory: int = -1
-    bell: int = -1
-    first: bool = False
-
-
-class Doors:
-    """The sockets on which this rank accepts. Use as a context."""
-
-    def __init__(self, context: Context) -> None:
-        one_host = context.local_size == context.size
-        self._sockets = [socket.create_server(("127.0.0.1" if one_host else "", 0))]
-        self.unix = ""
-        if context.config.lane != "tcp":
-            self.unix = f"phub-mesh-{secrets.token_hex(16)}"
-            unix = socket.socket(socket.AF_UNIX)
-            unix.bind("\0" + self.unix)
-            self._sockets.append(unix)
-        self._selector = selectors.DefaultSelector()
-        for door in self._sockets:
-            door.listen(context.size)
-            door.setblocking(False)
-            self._selector.register(door, selectors.EVENT_READ)
-        self.hosts = ["127.0.0.1"] if one_host else own_addresses()
-        self.port = int(self._sockets[0].getsockname()[1])
-
-    def accept(self, deadline: float) -> Iterator[socket.socket]:
-        """Whoever connects, until `deadline` (of time.monotonic)."""
-        while (left := deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(left):
-                door: Any = key.fileobj
-                with contextlib.suppress(OSError):  # it has gone away again
-                    yield door.accept()[0]
-
-    def __enter__(self) -> Doors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
-        for door in self._sockets:
-            door.close()
 
 
 class Handshake:
@@ -135,10 +78,15 @@ class Handshake:
         if sock.family != socket.AF_UNIX:
             return Link(peer, sock)
         memory, bell = _receive_descriptors(sock, 2)
-        socket.send_fds(sock, [b"b"], [self._bell])
+        try:
+            socket.send_fds(sock, [b"b"], [self._bell])
+        except BaseException:
+            os.close(memory)
+            os.close(bell)
+            raise
         return Link(peer, sock, memory, bell)
 
-    def accept(self, sock: socket.socket, expected: set[int]) -> Link:
+    def accept(self, sock: socket.socket, expected: Container[int]) -> Link:
         """Raises OSError, ValueError, AuthError: it is none of the `expected` ranks."""
         sock.settimeout(HANDSHAKE_S)
         theirs, rank = unpack(receive(sock, MAX_HELLO))
@@ -180,7 +128,7 @@ def connect_all(
         cards = [
             Card(**json.loads(card))
             for card in context.rendezvous.all_gather(
-                f"mesh.{name}", json.dumps(vars(mine)).encode()
+                f"mesh.{name}", json.dumps(vars(mine)).encode(), context.config.start_timeout
             )
         ]
         handshake = Handshake(context, bytes.fromhex(cards[0].secret), core, bell, ring_bytes)
@@ -193,20 +141,20 @@ def connect_all(
 def _await(
     handshake: Handshake, doors: Doors, rank: int, missing: set[int], deadline: float
 ) -> Iterator[Link]:
-    visitors = doors.accept(deadline)
-    while missing:
-        sock = next(visitors, None)
-        if sock is None:
-            ranks = tuple(sorted(missing))
-            raise PeerTimeout(f"[mesh] rank {rank} waited for ranks {ranks} to connect", ranks)
-        try:
-            link = handshake.accept(sock, missing)
-        except (OSError, ValueError, AuthError) as error:
-            log.warning("[mesh] rank %d refused a connection: %s", rank, error)
-            sock.close()
-            continue
-        missing.discard(link.peer)
-        yield link
+    def greet(sock: socket.socket) -> Link:
+        return handshake.accept(sock, missing)
+
+    with Reception(doors, greet, len(missing), rank) as reception:
+        while missing:
+            link = reception.next(deadline)
+            if link is None:
+                ranks = tuple(sorted(missing))
+                raise PeerTimeout(f"[mesh] rank {rank} waited for ranks {ranks} to connect", ranks)
+            if link.peer not in missing:  # it has come twice
+                link.close()
+                continue
+            missing.discard(link.peer)
+            yield link
 
 
 def _reach(handshake: Handshake, peer: int, card: Card, hint: str, lane: str) -> Link:
@@ -236,7 +184,7 @@ def _ways(card: Card, hint: str, lane: str) -> Iterator[tuple[socket.AddressFami
 
 
 def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
-    data, descriptors, _, _ = socket.recv_fds(sock, 1, count)
+    data, descriptors = recv_fds(sock, 1, count)
     if len(data) == 1 and len(descriptors) == count:
         return descriptors
     for descriptor in descriptors:

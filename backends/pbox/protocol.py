@@ -19,6 +19,7 @@ import time
 from array import array
 from typing import Any
 
+from phub_collective.backends.descriptors import recv_fds
 from phub_collective.errors import (
     AuthError,
     PeerLost,
@@ -93,9 +94,7 @@ def receive(sock: socket.socket, limit: int = MAX_MESSAGE) -> Message:
 
 def receive_with_descriptors(sock: socket.socket) -> tuple[Message, list[int]]:
     """`receive` on a Unix socket, and the descriptors that came with the message."""
-    head, descriptors, _, _ = socket.recv_fds(
-        sock, HEAD.size, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-    )
+    head, descriptors = recv_fds(sock, HEAD.size, MAX_DESCRIPTORS)
     try:
         if not head:
             raise PeerLost("[control] the other end closed the connection")

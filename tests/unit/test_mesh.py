@@ -10,13 +10,13 @@ from ranks import run_threads
 
 from phub_collective import backends
 from phub_collective.backends import mesh
-from phub_collective.backends.base import Buffer, Context, Kind, Operation
+from phub_collective.backends.base import Backend, Buffer, Context, Kind, Operation
 from phub_collective.errors import ConfigError
 
 MANY = 1000
 
 
-def on_ring(body: Callable[[backends.Backend], None]) -> Callable[[Context], None]:
+def on_ring(body: Callable[[Backend], None]) -> Callable[[Context], None]:
     def run(context: Context) -> None:
         backend = backends.create("ring", context)
         body(backend)
@@ -39,7 +39,7 @@ def test_works_in_flight_are_not_all_asked_at_every_submit(monkeypatch: pytest.M
 
     monkeypatch.setattr(mesh.MeshWork, "done", count)
 
-    def body(backend: backends.Backend) -> None:
+    def body(backend: Backend) -> None:
         rendezvous = backend.context.rendezvous
         if backend.context.rank == 0:
             works = [backend.submit(allreduce(f"w{index}")) for index in range(MANY)]
@@ -59,7 +59,7 @@ def test_one_name_too_many_is_refused_where_it_is_submitted(
 ) -> None:
     monkeypatch.setattr(mesh, "MAX_NAMES", 2)
 
-    def body(backend: backends.Backend) -> None:
+    def body(backend: Backend) -> None:
         for name in ("a", "b", "a"):
             backend.submit(allreduce(name)).wait(30.0)
         with pytest.raises(ConfigError, match=r"'c' after 2 other names.*same name each time"):
