@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -120,9 +121,12 @@ class BucketExchange(Exchange):
                 raise ConfigError(
                     f"[{self._backend.name}] wait() before these keys were pushed: {names}"
                 )
+        begin = time.monotonic()
         for bucket in self._buckets:
             assert bucket.work is not None
-            bucket.work.wait(timeout)
+            # The timeout is that of all buckets together.
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+            bucket.work.wait(left)
         self.counters.steps += 1
         self._begin_step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,11 +51,18 @@ class Recorder(Backend):
 
 
 class Done:
+    """Finished; keeps the timeouts of those who waited, and takes `seconds` of each."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.timeouts: list[float | None] = []
+
     def done(self) -> bool:
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        pass
+        self.timeouts.append(timeout)
+        time.sleep(self.seconds)
 
 
 def keys_of(*counts: int, dtype: DType = DType.FLOAT32) -> list[Key]:
@@ -146,6 +154,21 @@ def test_hyperparameters_are_refused() -> None:
     _, exchange = opened(keys_of(4), bucket_bytes=16)
     with pytest.raises(ConfigError, match="optimizer"):
         exchange.set_hyper([Hyper()])
+
+
+def test_the_timeout_of_a_step_is_not_that_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Done(seconds=0.05)
+    monkeypatch.setattr(Recorder, "submit", lambda *_: work)
+    _, exchange = opened(keys_of(1, 1, 1), 1)
+    for timeout in (None, 0.08):
+        for key in range(3):
+            exchange.push(key)
+        exchange.wait(timeout)
+    assert work.timeouts[:3] == [None] * 3
+    first, second, third = (timeout for timeout in work.timeouts[3:] if timeout is not None)
+    assert first > second
+    assert second <= 0.03
+    assert third == 0.0
 
 
 def test_the_first_difference_is_named() -> None:
