@@ -137,6 +137,7 @@ def main(args: argparse.Namespace) -> int:
         exchange.progress(f"{plan.workers} workers, lane {plan.lane}")
         results = exchange.run(plan, args)
         found += cells(plan, results)
+        exchange.progress("\n".join(["so far:", *lines_of(found)]))
         rows += results["rows"]
         header = {k: v for k, v in results["header"].items() if k not in ("lane", "choices")}
     share = sum(cell["within"] for cell in found) / len(found)
