@@ -89,8 +89,9 @@ def connect_late(context: Context) -> None:
     assert isinstance(backend, GlooBackend)
     if context.rank == 1:
         time.sleep(2.5 * SILENCE_S)  # this is how late it is
-    backend.open_channel(99)
+    channel = backend.open_channel(99)
     context.rendezvous.barrier("over", 30.0)
+    del channel  # only now, since that closes its connections
     backend.close()
 
 
