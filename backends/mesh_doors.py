@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phub_collective.backends.base import Context
+from phub_collective.backends.native import load
 from phub_collective.errors import AuthError
 from phub_collective.machine import own_addresses
 
@@ -65,6 +66,7 @@ class Doors:
     def __init__(self, context: Context) -> None:
         one_host = context.local_size == context.size
         self._sockets = [socket.create_server(("127.0.0.1" if one_host else "", 0))]
+        load().choose_congestion(self._sockets[0].fileno(), context.config.congestion)
         self.unix = ""
         if context.config.lane != "tcp":
             self.unix = f"phub-mesh-{secrets.token_hex(16)}"

@@ -28,6 +28,8 @@ from typing import Any
 from phub_collective.backends.base import Context
 from phub_collective.backends.descriptors import recv_fds
 from phub_collective.backends.mesh_doors import Doors, Link, Reception
+from phub_collective.backends.native import load
+from phub_collective.config import Config
 from phub_collective.errors import AuthError, ConfigError, PeerLost, PeerTimeout
 from phub_collective.machine import host_hint
 from phub_collective.rendezvous.store.wire import mac, pack, receive, unpack
@@ -121,7 +123,7 @@ def connect_all(
         PeerLost: a rank cannot be reached.
         ConfigError: PHUB_LANE=shm, and a rank is on another host.
     """
-    rank, lane = context.rank, context.config.lane
+    rank = context.rank
     with Doors(context) as doors:
         secret = secrets.token_hex(32) if rank == 0 else ""
         mine = Card(host_hint(), doors.unix, doors.hosts, doors.port, secret)
@@ -134,7 +136,7 @@ def connect_all(
         handshake = Handshake(context, bytes.fromhex(cards[0].secret), core, bell, ring_bytes)
         deadline = time.monotonic() + context.config.timeout
         for peer in range(rank):
-            yield _reach(handshake, peer, cards[peer], mine.hint, lane)
+            yield _reach(handshake, peer, cards[peer], mine.hint, context.config)
         yield from _await(handshake, doors, rank, set(range(rank + 1, context.size)), deadline)
 
 
@@ -157,19 +159,21 @@ def _await(
             yield link
 
 
-def _reach(handshake: Handshake, peer: int, card: Card, hint: str, lane: str) -> Link:
+def _reach(handshake: Handshake, peer: int, card: Card, hint: str, config: Config) -> Link:
     """Connect to `peer`, through shared memory where that is possible and wanted."""
     failures = []
-    for family, address in _ways(card, hint, lane):
+    for family, address in _ways(card, hint, config.lane):
         sock = socket.socket(family)
         try:
+            if family != socket.AF_UNIX:  # before it connects: BBR's pacing would stay
+                load().choose_congestion(sock.fileno(), config.congestion)
             sock.settimeout(HANDSHAKE_S)
             sock.connect(address)
             return handshake.connect(sock, peer)
         except (OSError, ValueError, AuthError) as error:
             failures.append(f"{address}: {error}")
             sock.close()
-    if lane == "shm":
+    if config.lane == "shm":
         raise ConfigError(f"[mesh] PHUB_LANE=shm, but rank {peer} is on another host: {failures}")
     raise PeerLost(f"[mesh] rank {peer} cannot be reached: {failures}", peer)
 
