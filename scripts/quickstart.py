@@ -62,7 +62,8 @@ def command(backend: str, workers: int) -> list[str]:
 def follow(lines: Iterable[str], title: str) -> list[str]:
     """Show a training's progress while it runs; all that it printed."""
     printed = []
-    with tqdm(desc=title.ljust(16), unit="step", leave=False) as bar:
+    # A terminal gets a bar; a log only the lines of the epochs.
+    with tqdm(desc=title.ljust(16), unit="step", leave=False, disable=None) as bar:
         for line in lines:
             printed.append(line.rstrip())
             if step := re.search(r"step (\d+)/(\d+)", line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
         "-cb", "--check-build", action="store_true", help="print what is available here and exit"
     )
     made.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="default: this host")
+    made.add_argument(
+        "--agent",
+        metavar="'WORDS'",
+        help="with -H: start each rank from here by WORDS HOST COMMAND, in place of mpirun: "
+        "'ip netns exec', say. It must hand on the environment",
+    )
     made.add_argument("--backend", metavar="B", help="auto, NAME, ^NAME,... or rules by size")
     pbox = made.add_mutually_exclusive_group()
     pbox.add_argument("--pbox", metavar="HOST:PORT", help="use this running PBox")
@@ -101,8 +108,11 @@ def _launch(args: argparse.Namespace) -> int:
     if args.verbose and "PHUB_LOG_LEVEL" not in os.environ:
         settings.setdefault("PHUB_LOG_LEVEL", "info")
     Config.from_environment({**os.environ, **settings})  # a wrong one is told here, once
-    if where is not None and not all(map(delegate.is_here, where)):
+    if args.agent and where is None:
+        raise ConfigError("[launch] --agent needs -H HOST:SLOTS,...: the hosts to start ranks on")
+    if not args.agent and where is not None and not all(map(delegate.is_here, where)):
         return _delegate(args, where, size, settings, command)
+    slots = [host for host, count in (where or {}).items() for _ in range(count)]
     return local.run(
         local.Job(
             command,
@@ -112,6 +122,8 @@ def _launch(args: argparse.Namespace) -> int:
             args.prefix_output_with_timestamp,
             args.grace,
             args.verbose,
+            tuple(slots[:size]) if args.agent else (),
+            tuple(shlex.split(args.agent or "")),
         )
     )
 

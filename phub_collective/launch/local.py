@@ -1,4 +1,4 @@
-"""A job whose ranks all run on this host: phubrun's own part of it.
+"""A job whose ranks are all started from this host: phubrun's own part of it.
 
 phubrun serves the job's store and reports what happens; the processes are the supervisor's.
 """
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from phub_collective.launch import processes
 from phub_collective.launch.output import write_all
 from phub_collective.launch.supervisor import GRACE_S, KILL_S, Plan
-from phub_collective.machine import usable_cpus
+from phub_collective.machine import own_addresses, usable_cpus
 from phub_collective.rendezvous.store import StoreServer
 
 # Variables of launchers above us, which would make a worker believe it was theirs.
@@ -39,20 +39,23 @@ class Job:
     timestamps: bool = False
     grace: float = GRACE_S
     verbose: bool = False
+    hosts: tuple[str, ...] = ()  # of each rank; empty: all are here
+    agent: tuple[str, ...] = ()  # words that, with a host behind them, run a command there
 
 
 def run(job: Job) -> int:
     """Run the job; the exit code: 0, the first failing rank's code (128 + N when signal N killed
     it), 127 when the command could not be started, or 128 + N when signal N stopped phubrun."""
     processes.become_subreaper()
-    with StoreServer() as server:
-        environment = _environment(job)
-        ranks = [_rank_variables(job, rank, server) for rank in range(job.size)]
-        port = _free_port()
-        for variables in ranks:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with StoreServer("" if job.agent else "127.0.0.1") as server:
         plan = Plan(
-            job.command, environment, ranks, job.output_directory, job.timestamps, job.grace
+            job.command,
+            _environment(job),
+            _ranks(job, server),
+            [[*job.agent, host] for host in job.hosts] or [[]] * job.size,
+            job.output_directory,
+            job.timestamps,
+            job.grace,
         )
         with _supervisor(plan) as events:
             code = _follow(events, job)
@@ -67,15 +70,29 @@ def _environment(job: Job) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **inherited, **job.settings}
 
 
-def _rank_variables(job: Job, rank: int, server: StoreServer) -> dict[str, str]:
-    """Ours and torch's, so that `torch.distributed` works in the same script."""
-    place, size = str(rank), str(job.size)
-    return {
-        "PHUB_RENDEZVOUS": f"127.0.0.1:{server.port}",
+def _ranks(job: Job, server: StoreServer) -> list[dict[str, str]]:
+    """The variables of each rank: ours, and torch's, so that `torch.distributed` works in the same
+    script. Where ranks are on several hosts, torch is not told where to meet: we do not know the
+    first host's address."""
+    addresses = own_addresses()[1:] if job.agent else ["127.0.0.1"]
+    meeting = {
+        "PHUB_RENDEZVOUS": ",".join(f"{address}:{server.port}" for address in addresses),
         "PHUB_SECRET": server.secret.hex(),
-        **{name: place for name in ("PHUB_RANK", "PHUB_LOCAL_RANK", "RANK", "LOCAL_RANK")},
-        **{name: size for name in ("PHUB_SIZE", "PHUB_LOCAL_SIZE", "WORLD_SIZE")},
-        "LOCAL_WORLD_SIZE": size,
+    }
+    if not job.agent:
+        meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return [meeting | _place(job, rank) for rank in range(job.size)]
+
+
+def _place(job: Job, rank: int) -> dict[str, str]:
+    hosts = job.hosts or ("",) * job.size
+    local_rank = str(hosts[:rank].count(hosts[rank]))
+    local_size, size = str(hosts.count(hosts[rank])), str(job.size)
+    return {
+        **{name: str(rank) for name in ("PHUB_RANK", "RANK")},
+        **{name: local_rank for name in ("PHUB_LOCAL_RANK", "LOCAL_RANK")},
+        **{name: size for name in ("PHUB_SIZE", "WORLD_SIZE")},
+        **{name: local_size for name in ("PHUB_LOCAL_SIZE", "LOCAL_WORLD_SIZE")},
     }
 
 

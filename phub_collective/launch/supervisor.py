@@ -44,7 +44,8 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: the same command for each of `ranks`, each with its own variables.
+    """What to run: the same command for each of `ranks`, each with its own variables, and behind
+    its own prefix where there are `prefixes`.
 
     `grace`: seconds that the others have, after a failure, to end by themselves with an error
     that says what they saw; and again from the signal to stop until SIGKILL.
@@ -53,6 +54,7 @@ class Plan:
     command: list[str]
     environment: dict[str, str]
     ranks: list[dict[str, str]]
+    prefixes: list[list[str]]
     output_directory: str = ""
     timestamps: bool = False
     grace: float = GRACE_S
@@ -91,7 +93,7 @@ class Supervisor:
         for rank, variables in enumerate(self._plan.ranks):
             try:
                 worker = subprocess.Popen(
-                    self._plan.command,
+                    [*self._plan.prefixes[rank], *self._plan.command],
                     env={**self._plan.environment, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

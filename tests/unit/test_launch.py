@@ -310,3 +310,22 @@ def test_several_hosts_are_started_by_mpirun_and_ranks_still_meet(launcher: Laun
     # Its prefixes may fall between a line and its end, so only what the ranks said is compared.
     for rank in range(3):
         assert f"mpirun {rank}/3 {rank}/3" in out
+
+
+def test_an_agent_starts_each_rank_on_its_host(launcher: Launcher, tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nexport ON_HOST="$1"\nshift\nexec "$@"\n')
+    agent.chmod(0o755)
+    show = "import os; e = os.environ; print(*(e[k] for k in ('ON_HOST', 'RANK', 'LOCAL_RANK', "
+    show += "'LOCAL_WORLD_SIZE', 'WORLD_SIZE')), 'MASTER_ADDR' in e)"
+    flags = ["-np", "3", "-H", "a:2,b:2", "--agent", str(agent)]
+    code, out, _ = launcher.run(*flags, PYTHON, "-c", show)
+    assert code == 0
+    assert sorted(line.partition(":")[2] for line in out.splitlines()) == [
+        "a 0 0 2 3 False",
+        "a 1 1 2 3 False",
+        "b 2 0 1 3 False",
+    ]
+    code, _, err = launcher.run("-np", "1", "--agent", str(agent), "true")
+    assert code == 1
+    assert "-H" in err
