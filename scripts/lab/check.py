@@ -1,0 +1,145 @@
+"""Is the lab what it should be? The rate of a link as TCP sees it, and who was the limit of a run:
+the links or the processors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import network
+from lab.topology import MTU_SHARE, Host, Network
+
+TOLERANCE = 0.03  # of the rate
+SECONDS = 0.8  # of sending, beside the first of it, which a full bucket lets pass at once
+PRESSURE = Path("/proc/pressure/cpu")
+BUSY_LINK, PRESSED = 0.9, 0.25  # from when on a link, or the processors, count as the limit
+
+SEND = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), 10) as sock:
+    end, block = time.monotonic() + float(sys.argv[3]), bytes(1 << 16)
+    while time.monotonic() < end:
+        sock.sendall(block)
+"""
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    sock = server.accept()[0]
+    skipped, buffer = 0, bytearray(1 << 18)
+    while skipped < int(sys.argv[2]):
+        skipped += sock.recv_into(buffer)
+    begin, counted = time.monotonic(), 0
+    while count := sock.recv_into(buffer):
+        counted += count
+        end = time.monotonic()
+print(counted * 8 / (end - begin))
+"""
+
+
+def goodput(lab: str, sender: Host, receiver: Host, subnet: int, rate: float) -> float:
+    """Bits of payload per second that one TCP connection carries between two hosts, to the
+    receiver's address in a subnet; `rate`: of the link, in bits per second."""
+    target = receiver.addresses[subnet]
+    skip = 2 * network.burst(rate) + int(rate / 8 * network.QUEUE_MS / 1e3)
+    receive = [*network.inside(lab, receiver.name), sys.executable, "-c", RECEIVE]
+    with subprocess.Popen([*receive, target, str(skip)], stdout=subprocess.PIPE, text=True) as end:
+        assert end.stdout is not None
+        port = end.stdout.readline().strip()
+        seconds = SECONDS + skip * 8 / rate
+        send = [*network.inside(lab, sender.name), sys.executable, "-c", SEND]
+        network.run([*send, target, port, str(seconds)])
+        return float(end.stdout.readline())
+
+
+def links(lab: str, made: Network) -> list[str]:
+    """Measure links of the first and the last worker, both ways; a line for each.
+
+    Raises:
+        LabError: one is off by more than TOLERANCE.
+    """
+    lines = []
+    workers = made.workers
+    partner = made.pboxes[0] if made.pboxes else workers[-1]
+    for worker in dict.fromkeys((workers[0], workers[-1])):
+        if worker is partner or worker.pairs or len(made.pboxes) > 1:
+            continue
+        rate = worker.links[0].rate
+        for sender, receiver in ((worker, partner), (partner, worker)):
+            measured = goodput(lab, sender, receiver, 0, rate)
+            share = measured / (rate * MTU_SHARE)
+            text = f"{sender.name} -> {receiver.name}: {measured / 1e6:.1f} Mbit/s of payload, "
+            text += f"{share:.3f} of what {rate / 1e6:g} Mbit/s carry"
+            if abs(share - 1) > TOLERANCE:
+                raise network.LabError(f"the lab's links are not what was asked for: {text}")
+            lines.append(text)
+    return lines
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state of a lab at a moment: seconds, and bytes by (host, device)."""
+
+    at: float
+    waited: float  # seconds in which some process waited for a processor, since the start
+    received: dict[tuple[str, str], int]
+    sent: dict[tuple[str, str], int]
+
+
+def sample(lab: str, made: Network) -> Sample:
+    received, sent = {}, {}
+    for host in made.hosts:
+        for link in host.links:
+            counted = network.counters(lab, host.name, link.device)
+            received[host.name, link.device], sent[host.name, link.device] = counted
+    found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.M)
+    assert found is not None
+    return Sample(time.monotonic(), int(found[1]) / 1e6, received, sent)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run made of the machine between two samples, as shares of its time.
+
+    Attributes:
+        link: of the busiest shaped link and direction, of its rate.
+        pressure: in which a process had to wait for a processor.
+        nbytes: that all workers' links moved, both ways.
+    """
+
+    link: float
+    pressure: float
+    nbytes: int
+
+    @property
+    def cpu_bound(self) -> bool:
+        """No link was the limit, and the processors were short."""
+        return self.link < BUSY_LINK and self.pressure > PRESSED
+
+    def __str__(self) -> str:
+        mark = "; cpu-bound" if self.cpu_bound else ""
+        moved = f"{self.nbytes / 1e6:.1f} MB over the workers' links"
+        return f"busiest link {self.link:.0%}, cpu pressure {self.pressure:.0%}, {moved}{mark}"
+
+
+def use(made: Network, before: Sample, after: Sample) -> Use:
+    seconds = after.at - before.at
+    busiest, total = 0.0, 0
+    for host in made.hosts:
+        for link in host.links:
+            key = host.name, link.device
+            moved = [now[key] - then[key] for now, then in _both(before, after)]
+            total += sum(moved) if host in made.workers else 0
+            if link.rate:
+                busiest = max(busiest, max(moved) * 8 / seconds / link.rate)
+    return Use(busiest, (after.waited - before.waited) / seconds, total)
+
+
+def _both(
+    before: Sample, after: Sample
+) -> tuple[tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]], ...]:
+    return (after.received, before.received), (after.sent, before.sent)
