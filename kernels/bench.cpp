@@ -33,21 +33,6 @@ void read_all(const void* in, size_t bytes) {
   for (const Floats& sum : sums) kept = sum[0] + sum[1] + sum[2] + sum[3];
 }
 
-void copy(void* out, const void* in, size_t bytes, Stores stores) {
-  if (stores == Stores::cached) {
-    std::memcpy(out, in, bytes);
-    return;
-  }
-  char* to = static_cast<char*>(out);
-  const char* from = static_cast<const char*>(in);
-  for (size_t b = 0; b < bytes; b += sizeof(Floats)) {
-    Floats next;
-    std::memcpy(&next, from + b, sizeof next);
-    walks::write_past(to + b, next);
-  }
-  walks::finish_streaming();
-}
-
 void triad(void* out, const void* in0, const void* in1, size_t bytes) {
   char* to = static_cast<char*>(out);
   const char *a = static_cast<const char*>(in0), *b = static_cast<const char*>(in1);
@@ -73,7 +58,7 @@ void do_chunk(Walk what, DType t, const WalkArrays& arrays, size_t offset, size_
     case Walk::read:
       return read_all(view.array[0], bytes);
     case Walk::copy:
-      return copy(out, view.array[0], bytes, stores);
+      return copy(out, view.array[0], bytes, execution);
     case Walk::triad:
       return triad(out, view.array[0], view.array[1], bytes);
     case Walk::reduce:

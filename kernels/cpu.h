@@ -52,6 +52,10 @@ void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool fi
 void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, const Scale& scale = {},
             const Execution& execution = {});
 
+// Copies bytes; arrays must not overlap. Stores::streaming is for what nobody reads again soon: it
+// fetches no line just to overwrite it, a third of the traffic.
+void copy(void* out, const void* in, size_t bytes, const Execution& execution);
+
 // What an optimizer step of a model of floating type t reads and writes. Weights and momentum have
 // accumulator_type(t).
 struct StepArrays {

@@ -97,6 +97,15 @@ void fold(DType t, ReduceOp op, void* acc, const void* in, size_t count, bool fi
   run(loop, t, acc, View({&in, 1, item_size(t)}, 0, 0), count, first, scale.pre);
 }
 
+void copy(void* out, const void* in, size_t bytes, const Execution& execution) {
+  if (execution.stores == Stores::cached) {
+    std::memcpy(out, in, bytes);
+    return;
+  }
+  const Inputs inputs{&in, 1, 1};
+  write_out(loops_of(execution), DType::u8, &out, 1, inputs, 0, bytes, in, 1.0, execution.stores);
+}
+
 void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, const Scale& scale,
             const Execution& execution) {
   const bool divided = divides(t, op, scale);

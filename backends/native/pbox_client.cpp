@@ -1,9 +1,10 @@
 #include "pbox_client.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <utility>
+
+#include "kernels/cpu.h"
 
 namespace phub {
 namespace {
@@ -13,6 +14,9 @@ namespace {
 constexpr size_t kDriveBytes = 256 << 10;
 // A sleeping waiter is woken at the latest when so much has arrived, to overlap copying.
 constexpr size_t kWakeBytes = 128 << 10;
+
+// The results of a larger tensor would have left the cache before anybody reads them.
+constexpr size_t kCachedBytes = 8 << 20;
 
 template <class Map>
 auto* at_or_before(Map& map, uint32_t id) {
@@ -244,8 +248,10 @@ void PboxClient::copy_answer(Shard& target, uint32_t index, const Header& header
                 "[pbox] the server's answer does not fit chunk " + std::to_string(index));
   if (target.dropped) return;
   const std::byte* answer = target.answers[header.step % 2]->data() + chunk.offset;
-  std::memcpy(target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset),
-              answer, chunk.bytes);
+  const KeyInfo& range = target.info.keys[chunk.key];
+  const Stores stores = range.bytes < kCachedBytes ? Stores::cached : Stores::streaming;
+  copy(target.keys[chunk.key].memory + (chunk.offset - range.offset), answer, chunk.bytes,
+       {best_isa(), stores});
 }
 
 size_t PboxClient::answer_bytes(const Shard& target, const Lane& lane, uint32_t index) const {
