@@ -82,5 +82,5 @@ class Waiter:
             text = f"[{self.backend}] rank {self.rank} has waited {elapsed:.1f} s for {what}; {who}"
             if is_over:
                 raise PeerTimeout(text, who.ranks)
-            log.warning("%s; an error follows after %g s", text, limit)
+            log.warning("%s; this becomes an error after %g s in all", text, limit)
             warn_at = math.inf

@@ -44,11 +44,13 @@ void JobShard::leave(int rank) {
 }
 
 void JobShard::refuse_absent(int rank) const {
-  throw Error(ErrorCode::peer_lost,
-              "[pbox] rank " + std::to_string(rank) +
-                  " has left the job in good order, but other ranks still exchange; "
-                  "all ranks must make the same number of steps",
-              rank);
+  throw Error(
+      ErrorCode::peer_lost,
+      "[pbox] rank " + std::to_string(rank) +
+          " has ended, but other ranks still exchange: its script returned early, or stopped "
+          "with an error of its own (see its output); all ranks must make the same number "
+          "of steps",
+      rank);
 }
 
 void JobShard::add(std::shared_ptr<Table> table) {

@@ -76,10 +76,11 @@ void Mesh::throw_if_over(const std::string& name) const {
   if (closing_) throw Error(ErrorCode::config, "[mesh] '" + name + "' was submitted after close()");
   for (int rank = 0; rank < size_; ++rank)
     if (peers_[static_cast<size_t>(rank)].bye)
-      throw Error(
-          ErrorCode::peer_lost,
-          "[mesh] '" + name + "' needs rank " + std::to_string(rank) + ", which has left the job",
-          rank);
+      throw Error(ErrorCode::peer_lost,
+                  "[mesh] '" + name + "' needs rank " + std::to_string(rank) +
+                      ", which has ended: its script returned early, or stopped "
+                      "with an error of its own (see its output)",
+                  rank);
 }
 
 Name& Mesh::name_of(const std::string& text) {

@@ -271,14 +271,14 @@ class Connection:
 
     # --- waiting ---
 
-    def stalled(self, seconds: float) -> list[tuple[str, list[int]]]:
-        """What the job waits for and which ranks have not come; empty when the server is silent."""
+    def stalled(self, seconds: float) -> list[tuple[str, list[int]]] | None:
+        """What the job waits for and which ranks have not come; None when the server is silent."""
         with self._lock:
             self._stalled = None
         with contextlib.suppress(PhubError):
             self._send({"op": "stalled"}, seconds)
             self._await(lambda: self._stalled is not None, seconds, "an answer")
-        return self._stalled or []
+        return self._stalled
 
     def wait(self, step: Callable[[float], bool], what: str, timeout: float | None = None) -> None:
         """See `Waiter.wait`; it is the PBox that knows what is missing from whom."""
@@ -286,6 +286,8 @@ class Connection:
 
     def _missing(self, seconds: float) -> Missing:
         found = self.stalled(seconds)
+        if found is None:
+            return Missing(text="the PBox does not answer: is it stopped, or overloaded?")
         if not found:
             return Missing(text="nothing is missing at the PBox")
         names = ", ".join(f"{name} from ranks {ranks}" for name, ranks in found[:8])

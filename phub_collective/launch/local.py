@@ -167,7 +167,7 @@ def _text(event: dict[str, Any], job: Job) -> str:
         return f"killing processes that did not end: {', '.join(map(str, event['pids']))}"
     if kind == "ended" and event["first"]:
         stopping = f"; stopping the other {job.size - 1}" if job.size > 1 else ""
-        return f"{_death(event)}, the first to fail{stopping}"
+        return f"{_death(event)}, the first to end with an error{stopping}"
     if kind == "ended" and job.verbose:
         return _death(event)
     if kind == "started" and job.verbose:

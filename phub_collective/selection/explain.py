@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from phub_collective.config import Config
+from phub_collective.errors import ConfigError
 from phub_collective.rendezvous.identity import identify
 from phub_collective.selection.costmodel import Curve
 from phub_collective.selection.probe import SIZES
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """In a job: take part and let rank 0 print. Outside of one: start a job that does so."""
+    if args.np < 1:
+        raise ConfigError(f"[explain] -np {args.np}: expected at least 1 rank")
     if args.np > 1 and identify(os.environ).launcher == "single":
         return _start_job(args)
     config = Config.from_environment(backend=args.backend, lane=args.lane)

@@ -120,6 +120,20 @@ class Distributed(Optimizer):
         self._reducer.passes = _checked_passes(passes)
         self._reducer.options = dataclasses.replace(self._reducer.options, passes=passes)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped optimizer's. With optimizer_place="server" momentum stays on the PBox and
+        is not in it, which a warning tells: a run that goes on from it begins with none."""
+        reducer = self._reducer
+        has_momentum = any(group.get("momentum") for group in self.param_groups)
+        if reducer.options.on_server and reducer.counters.steps and has_momentum:
+            warnings.warn(
+                "[torch] state_dict() of an optimizer on the server has no momentum: who continues "
+                "from it begins with none, and trains differently; use optimizer_place='worker' "
+                "where checkpoints must be exact",
+                stacklevel=2,
+            )
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped optimizer's; begins a new step.
 

@@ -152,7 +152,7 @@ def test_the_first_failing_rank_is_named_and_its_code_returned(launcher: Launche
     code, _, err = launcher.run("-np", "4", *QUICK, "bash", "-c", script)
     assert code == 7
     assert "rank 2" in err
-    assert "exited with code 7, the first to fail; stopping the other 3" in err
+    assert "exited with code 7, the first to end with an error; stopping the other 3" in err
 
 
 def test_a_killed_rank_is_named_with_its_signal(launcher: Launcher) -> None:

@@ -1,6 +1,7 @@
 """DistributedOptimizer with the optimizer on the server, on a session without transport whose
 server is torch's own SGD."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -144,6 +145,17 @@ def test_state_with_momentum_cannot_be_loaded(session: StandInSession) -> None:
     backward(model)
     optimizer.step()
     assert session.exchanges[0].hypers[0][0].lr == 0.3
+
+
+def test_state_without_momentum_is_warned_of(session: StandInSession) -> None:
+    model = network()
+    optimizer = wrapped(model, optimizer_place="server")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()  # nothing is lost yet
+    train(model, optimizer, 1)
+    with pytest.warns(UserWarning, match="no momentum"):
+        optimizer.state_dict()
 
 
 def test_closure_and_step_hooks(session: StandInSession) -> None:
