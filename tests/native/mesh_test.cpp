@@ -331,7 +331,7 @@ TEST(who_leaves_in_good_order_is_no_loss) {
     });
     CHECK(error.code == ErrorCode::peer_lost);
     CHECK_EQUAL(error.rank, 1);
-    CHECK_CONTAINS(error.what(), "left");
+    CHECK_CONTAINS(error.what(), "has ended");
     CHECK(THROWN(Error, submit(ranks.mesh(1), 1, 3, "y", data, spec_of(0))).code ==
           ErrorCode::config);
   }

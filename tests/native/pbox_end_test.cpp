@@ -103,7 +103,7 @@ TEST(who_leaves_while_others_go_on_is_named) {
       const Error error = failure(*job.ranks[0], 1);
       CHECK(error.code == ErrorCode::peer_lost);
       CHECK_EQUAL(error.rank, 1);
-      CHECK_CONTAINS(error.what(), waiting ? "rank 1 has left" : "rank 1");
+      CHECK_CONTAINS(error.what(), waiting ? "rank 1 has ended" : "rank 1");
     }
 }
 
