@@ -469,7 +469,7 @@ def test_no_rank_can_register_when_another_has_left(pbox: Box) -> None:
     services = job.services()
     services[0].close()
     until(lambda: bool(pbox.server._jobs[job.name]._left), "rank 0 is still there")
-    with pytest.raises(PeerLost, match="rank 0 has left") as caught:
+    with pytest.raises(PeerLost, match="rank 0 has ended") as caught:
         services[1].init({"w": np.zeros(3, np.float32)})
     assert caught.value.rank == 0
     services[1].close()
