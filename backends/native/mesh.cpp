@@ -8,6 +8,9 @@
 namespace phub {
 namespace {
 
+const std::string kWhy =
+    ": its script returned early, or stopped with an error of its own (see its output)";
+
 constexpr size_t kMaxNames = 1 << 20;
 constexpr size_t kMaxParts = 1 << 16;  // numbered by 16 bits in a frame
 constexpr double kCloseStep = 0.005;   // seconds between two looks at whether all has left
@@ -76,11 +79,10 @@ void Mesh::throw_if_over(const std::string& name) const {
   if (closing_) throw Error(ErrorCode::config, "[mesh] '" + name + "' was submitted after close()");
   for (int rank = 0; rank < size_; ++rank)
     if (peers_[static_cast<size_t>(rank)].bye)
-      throw Error(ErrorCode::peer_lost,
-                  "[mesh] '" + name + "' needs rank " + std::to_string(rank) +
-                      ", which has ended: its script returned early, or stopped "
-                      "with an error of its own (see its output)",
-                  rank);
+      throw Error(
+          ErrorCode::peer_lost,
+          "[mesh] '" + name + "' needs rank " + std::to_string(rank) + ", which has ended" + kWhy,
+          rank);
 }
 
 Name& Mesh::name_of(const std::string& text) {
@@ -390,7 +392,8 @@ void Mesh::closed(Lane& lane, const Error& why) {
     if (needs(*operation, lane.peer))
       fail(operation, failed_ ? *failed_
                               : Error(ErrorCode::peer_lost,
-                                      who + " left before '" + operation->name() + "' was finished",
+                                      who + " has ended before '" + operation->name() +
+                                          "' was finished" + kWhy,
                                       lane.peer));
   advance_all();  // what the lane had not sent counts as sent
 }

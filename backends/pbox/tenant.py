@@ -169,7 +169,7 @@ class Tenant:
             self._left.add(member.rank)
             if self._waiting:
                 name = next(iter(self._waiting))
-                self.fail(PeerLost(f"{who} has left, others register {name!r}", member.rank))
+                self.fail(PeerLost(f"{who} has ended, others register {name!r}", member.rank))
             self._ended = not self._members
             return self._ended
 
@@ -226,7 +226,8 @@ class Tenant:
         if self._left:
             gone = min(self._left)
             raise PeerLost(
-                f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has left", gone
+                f"[pbox] rank {member.rank} registers {spec.name!r}, but rank {gone} has ended",
+                gone,
             )
         refused = self._refusal(spec.name, member.rank)
         if refused is not None:
