@@ -162,6 +162,7 @@ def _await(
 def _reach(handshake: Handshake, peer: int, card: Card, hint: str, config: Config) -> Link:
     """Connect to `peer`, through shared memory where that is possible and wanted."""
     failures = []
+    is_near = False  # its socket of this host is there
     for family, address in _ways(card, hint, config.lane):
         sock = socket.socket(family)
         try:
@@ -169,11 +170,12 @@ def _reach(handshake: Handshake, peer: int, card: Card, hint: str, config: Confi
                 load().choose_congestion(sock.fileno(), config.congestion)
             sock.settimeout(HANDSHAKE_S)
             sock.connect(address)
+            is_near |= family == socket.AF_UNIX
             return handshake.connect(sock, peer)
         except (OSError, ValueError, AuthError) as error:
             failures.append(f"{address}: {error}")
             sock.close()
-    if config.lane == "shm":
+    if config.lane == "shm" and not is_near:
         raise ConfigError(f"[mesh] PHUB_LANE=shm, but rank {peer} is on another host: {failures}")
     raise PeerLost(f"[mesh] rank {peer} cannot be reached: {failures}", peer)
 

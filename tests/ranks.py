@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import sys
@@ -20,6 +21,7 @@ from phub_collective.rendezvous import LocalRendezvous, StoreRendezvous
 from phub_collective.rendezvous.store import StoreServer
 
 Result = TypeVar("Result")
+Answers = queue.SimpleQueue[tuple[int, Any, BaseException | None]]
 
 
 class ThreadRanks:
@@ -56,7 +58,7 @@ class ThreadRanks:
             Exception: the first one raised by any rank, with a note that names the rank.
             TimeoutError: some ranks, which are named, did not return in time.
         """
-        answers: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        answers: Answers = queue.SimpleQueue()
 
         def task(rank: int) -> None:
             try:
@@ -76,6 +78,7 @@ class ThreadRanks:
                 raise _too_late(self.size, results, limit) from None
             if error is not None:
                 error.add_note(f"raised on rank {rank} of {self.size}")
+                _note_others(answers, error)
                 raise error
             results[rank] = result
         return [results[rank] for rank in range(self.size)]
@@ -193,6 +196,15 @@ def _child(
                 raise
     except BaseException:
         sys.exit(1)
+
+
+def _note_others(answers: Answers, error: BaseException) -> None:
+    """The first error to arrive may be the echo of another rank's."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            rank, _, other = answers.get(timeout=0.2)
+            if other is not None:
+                error.add_note(f"and on rank {rank}: {other!r}")
 
 
 def _too_late(size: int, results: dict[int, Any], limit: float) -> TimeoutError:

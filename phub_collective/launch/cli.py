@@ -9,12 +9,10 @@ import sys
 from collections.abc import Sequence
 
 import phub_collective
-from phub_collective import backends
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, PhubError
 from phub_collective.launch import check_build, delegate, local, supervisor
 from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
-from phub_collective.selection import rules
 
 # Flags that set a variable for the workers.
 SETTINGS = {
@@ -110,7 +108,7 @@ def _launch(args: argparse.Namespace) -> int:
     if args.verbose and "PHUB_LOG_LEVEL" not in os.environ:
         settings.setdefault("PHUB_LOG_LEVEL", "info")
     config = Config.from_environment({**os.environ, **settings})  # a wrong one is told here, once
-    rules.parse(config.backend, backends.names())
+    check_backend(config.backend)
     if args.agent and where is None:
         raise ConfigError("[launch] --agent needs -H HOST:SLOTS,...: the hosts to start ranks on")
     if not args.agent and where is not None and not all(map(delegate.is_here, where)):
@@ -129,6 +127,14 @@ def _launch(args: argparse.Namespace) -> int:
             tuple(shlex.split(args.agent or "")),
         )
     )
+
+
+def check_backend(text: str) -> None:
+    """Raises ConfigError for what PHUB_BACKEND cannot mean: here once, not on every rank."""
+    from phub_collective import backends  # needs NumPy, which phubrun --help does not
+    from phub_collective.selection import rules
+
+    rules.parse(text, backends.names())
 
 
 def _delegate(
