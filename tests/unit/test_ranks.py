@@ -46,7 +46,9 @@ def test_ranks_that_are_threads_stay() -> None:
 def test_the_first_failure_is_reported_with_its_rank() -> None:
     with pytest.raises(ValueError, match="wrong weather") as caught:
         run_threads(3, fail_on_rank_1)
-    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert caught.value.__notes__[0] == "raised on rank 1 of 3"
+    echoes = sorted(caught.value.__notes__[1:])
+    assert [note.partition(":")[0] for note in echoes] == ["and on rank 0", "and on rank 2"]
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*ValueError: wrong weather"):
         run_processes(2, fail_on_rank_1)
 
