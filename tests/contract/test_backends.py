@@ -46,7 +46,7 @@ def test_a_missing_rank_is_a_timeout(job: Job) -> None:
 def test_mismatch_names_both_sides(
     fresh_job: Callable[..., Job], arguments: tuple[str, str, int], what: str, uses_before: int
 ) -> None:
-    job = fresh_job(*arguments, timeout=5.0)
+    job = fresh_job(*arguments)
     job.check(checks.mismatch_names_both_sides, what, uses_before)
 
 
