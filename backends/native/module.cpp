@@ -254,6 +254,7 @@ void bind_client(py::module_& m) {
           },
           py::arg("code"), py::arg("rank"), py::arg("text"), Unlocked())
       .def("close", &PboxClient::close, Unlocked())
+      .def("failed", &PboxClient::failed, Unlocked())
       .def("counters", &PboxClient::counters, Unlocked());
 }
 

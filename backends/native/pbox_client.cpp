@@ -344,6 +344,11 @@ bool PboxClient::wait(uint32_t table, uint32_t key, double timeout_s) {
   return finished_in_time;
 }
 
+bool PboxClient::failed() {
+  const auto guard = engine_.lock();
+  return failed_.has_value();
+}
+
 LaneCounters PboxClient::counters() {
   const auto guard = engine_.lock();
   LaneCounters sum = past_;

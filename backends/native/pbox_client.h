@@ -47,6 +47,7 @@ class PboxClient : public Sink {
   // Tells the cores that this end closes in good order, or the error that ended the job here, and
   // closes the lanes. No memory of the caller is used from then on.
   void close();
+  bool failed();  // the job is over for this rank, whatever the reason
   LaneCounters counters();
 
   std::byte* destination(Lane& lane, const Header& header) override;

@@ -265,7 +265,9 @@ class Connection:
         self.client.drop(ids.id)
         if not in_flight:
             self._memories.pop(ids.id, None)
-        if not self._closed and self._error is None:
+        # Of a job that is over nobody needs to hear; and whoever has not heard why it is over, must
+        # not hear this first.
+        if not self._closed and self._error is None and not self.client.failed():
             with contextlib.suppress(PhubError):
                 self._send({"op": "close", "name": name})
 
