@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -86,5 +87,9 @@ def test_without_handlers_there_is_one(package_logger: logging.Logger) -> None:
 
 
 def test_pages_are_those_of_the_kernel() -> None:
-    assert pages_of(np.zeros(10, np.uint8)) == "plain pages"
+    with mmap.mmap(-1, 4 << 20) as memory:  # the heap may stand in huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        array = np.frombuffer(memory, np.uint8)
+        assert pages_of(array) == "plain pages"
+        del array
     assert pages_of(np.zeros(0, np.uint8)) == "no memory"
