@@ -15,6 +15,7 @@ from lab.topology import MTU_SHARE, Host, Network
 
 TOLERANCE = 0.03  # of the rate
 SECONDS = 0.8  # of sending, beside the first of it, which a full bucket lets pass at once
+DIRECTIONS = ("received", "sent")
 PRESSURE = Path("/proc/pressure/cpu")
 BUSY_LINK, PRESSED = 0.9, 0.25  # from when on a link, or the processors, count as the limit
 
@@ -63,10 +64,10 @@ def links(lab: str, made: Network) -> list[str]:
         LabError: one is off by more than TOLERANCE.
     """
     lines = []
-    workers = made.workers
-    partner = made.pboxes[0] if made.pboxes else workers[-1]
-    for worker in dict.fromkeys((workers[0], workers[-1])):
-        if worker is partner or worker.pairs or len(made.pboxes) > 1:
+    for worker in dict.fromkeys((made.workers[0], made.workers[-1])):
+        partner = neighbour(made, worker)
+        if partner is None:
+            lines.append(f"{worker.name}: its link was not measured, it is alone in its rack")
             continue
         rate = worker.links[0].rate
         for sender, receiver in ((worker, partner), (partner, worker)):
@@ -80,25 +81,39 @@ def links(lab: str, made: Network) -> list[str]:
     return lines
 
 
+def neighbour(made: Network, worker: Host) -> Host | None:
+    """A host in the same rack with a link as fast as the worker's and no rates of pairs between
+    them: the PBox, or another worker."""
+    for host in (*made.pboxes, *made.workers):
+        near = host is not worker and host.links[0].switch == worker.links[0].switch
+        if near and not _paired(worker, host) and not _paired(host, worker):
+            return host
+    return None
+
+
+def _paired(sender: Host, receiver: Host) -> bool:
+    return any(address in receiver.addresses for address, _ in sender.pairs)
+
+
 @dataclass(frozen=True)
 class Sample:
-    """The state of a lab at a moment: seconds, and bytes by (host, device)."""
+    """The state of a lab at a moment: seconds, and bytes by (host, device, direction)."""
 
     at: float
     waited: float  # seconds in which some process waited for a processor, since the start
-    received: dict[tuple[str, str], int]
-    sent: dict[tuple[str, str], int]
+    moved: dict[tuple[str, str, str], int]
 
 
 def sample(lab: str, made: Network) -> Sample:
-    received, sent = {}, {}
+    moved = {}
     for host in made.hosts:
         for link in host.links:
             counted = network.counters(lab, host.name, link.device)
-            received[host.name, link.device], sent[host.name, link.device] = counted
+            for direction, nbytes in zip(DIRECTIONS, counted, strict=True):
+                moved[host.name, link.device, direction] = nbytes
     found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.M)
     assert found is not None
-    return Sample(time.monotonic(), int(found[1]) / 1e6, received, sent)
+    return Sample(time.monotonic(), int(found[1]) / 1e6, moved)
 
 
 @dataclass(frozen=True)
@@ -131,15 +146,9 @@ def use(made: Network, before: Sample, after: Sample) -> Use:
     busiest, total = 0.0, 0
     for host in made.hosts:
         for link in host.links:
-            key = host.name, link.device
-            moved = [now[key] - then[key] for now, then in _both(before, after)]
+            keys = [(host.name, link.device, direction) for direction in DIRECTIONS]
+            moved = [after.moved[key] - before.moved[key] for key in keys]
             total += sum(moved) if host in made.workers else 0
             if link.rate:
                 busiest = max(busiest, max(moved) * 8 / seconds / link.rate)
     return Use(busiest, (after.waited - before.waited) / seconds, total)
-
-
-def _both(
-    before: Sample, after: Sample
-) -> tuple[tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]], ...]:
-    return (after.received, before.received), (after.sent, before.sent)

@@ -71,6 +71,18 @@ class TestPlan:
         assert layers[-1][0] == 0
         assert all(len(layer) <= 2 for layer in layers)
 
+    def test_a_link_is_measured_within_its_rack_and_not_at_the_rate_of_a_pair(self) -> None:
+        made = network_of(Shape(4, racks=2, pairs={(0, 1): 1e9}))
+        assert [check.neighbour(made, worker) for worker in made.workers] == [
+            *(made.pboxes[:1] * 2),
+            *(made.pboxes[1:] * 2),
+        ]
+        made = network_of(Shape(3, pbox_links=0, pairs={(0, 1): 1e9}))
+        found = [check.neighbour(made, worker) for worker in made.workers]
+        assert found == [made.workers[2], made.workers[2], made.workers[0]]
+        made = network_of(Shape(2, racks=2, pbox_links=0))
+        assert check.neighbour(made, made.workers[0]) is None
+
     def test_who_was_the_limit(self) -> None:
         assert check.Use(0.5, 0.6, 0).cpu_bound
         assert not check.Use(0.95, 0.6, 0).cpu_bound  # the link was
