@@ -10,22 +10,26 @@ other backends raise PeerLost on the survivors, here there are none.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phub_collective.backends.base import Backend, Context, Kind, ReduceOp
 from phub_collective.backends.channels import Channel, ChannelBackend, Handle
 from phub_collective.backends.transfer import Transfer
 from phub_collective.errors import BackendUnavailable, ConfigError, PeerTimeout
+from phub_collective.machine import usable_cpus
 
 # Set for each process by the launchers of MPICH and its relatives, and of Open MPI.
 LAUNCH_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 MAX_CHANNELS = 256  # MPICH has about 2000 communicators
+YIELD_S = 0.003  # how long a crowded waiter only yields, between two looks
+NAP_S = 20e-6  # and how it then naps
 PUMP_S = 0.0002  # while an operation is under way and nobody waits
 REST_S = 0.002  # after this time without operations the pump sleeps until it is called
 POLL_S = 0.001  # while communicators are made
@@ -74,7 +78,7 @@ class MpiBackend(ChannelBackend):
 
     def __init__(self, context: Context, mpi: Any) -> None:
         self._mpi = mpi
-        self._pump = Pump()
+        self._pump = Pump(crowded=context.local_size > usable_cpus())
         self._communicators: list[Any] = []
         super().__init__(context)
 
@@ -147,12 +151,13 @@ class MpiRequest:
     def wait(self, seconds: float) -> bool:
         if seconds <= 0 or self._done:
             return self.test()
-        deadline = time.monotonic() + seconds
-        with self._pump.paused:
+        begin = time.monotonic()
+        with self._pump.paused():
             while not self.test():
-                os.sched_yield()  # the peer we wait for may need this CPU
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - begin
+                if waited > seconds:
                     return False
+                self._pump.give_way(waited)
         return True
 
     def check(self) -> None:
@@ -163,13 +168,15 @@ class MpiRequest:
 class Pump:
     """A thread that calls MPI while operations are under way and nobody waits for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, crowded: bool) -> None:
+        """`crowded`: this host has fewer CPUs than ranks, so whoever spins holds up others."""
+        self._crowded = crowded
         self._changed = threading.Condition()
         # guarded by _changed
         self._watched: list[tuple[MpiRequest, Callable[[], None]]] = []
+        self._waiting = 0  # threads that call MPI themselves
         self._resting = True
         self._closed = False
-        self.paused = Paused()
         self._thread = threading.Thread(target=self._run, name="phub-mpi-pump", daemon=True)
         self._thread.start()
 
@@ -178,6 +185,32 @@ class Pump:
             self._watched.append((request, ended))
             if self._resting:  # else it will see it soon: waking it costs more than a small message
                 self._changed.notify()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The pump leaves MPI to the thread that is in the block."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                if self._resting and self._watched:
+                    self._changed.notify()
+
+    def give_way(self, waited: float) -> None:
+        """Between two looks of a thread that has waited so many seconds: let the peer run that it
+        waits for.
+
+        Yields are quick, but since Linux 6.18 each gives up a whole slice: who has yielded many
+        thousand times while it was alone then waits for seconds. Who naps begins anew.
+        """
+        if self._crowded:
+            if waited < YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(NAP_S)
 
     def close(self) -> None:
         with self._changed:
@@ -189,19 +222,23 @@ class Pump:
         last_used = 0.0
         while True:
             with self._changed:
-                if not self._watched and time.monotonic() - last_used > REST_S:
+                idle = not self._watched and time.monotonic() - last_used > REST_S
+                if idle or self._waiting:
                     self._resting = True
-                    self._changed.wait_for(lambda: self._watched or self._closed)
+                    self._changed.wait_for(self._has_work)
                     self._resting = False
                 if self._closed:
                     return
                 watched, self._watched = self._watched, []
             if watched:
                 last_used = time.monotonic()
-            left = watched if self.paused.count else [w for w in watched if not self._move(*w)]
+            left = [one for one in watched if not self._move(*one)]
             with self._changed:
                 self._watched += left
             time.sleep(PUMP_S)
+
+    def _has_work(self) -> bool:
+        return self._closed or bool(self._watched and not self._waiting)
 
     @staticmethod
     def _move(request: MpiRequest, ended: Callable[[], None]) -> bool:
@@ -209,19 +246,3 @@ class Pump:
             return False
         ended()
         return True
-
-
-class Paused:
-    """Counts the threads that wait in MPI themselves."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self.count += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self.count -= 1

@@ -12,7 +12,6 @@ namespace phub {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kYields = 1000;        // while another thread takes the lock: it may have to wake
 constexpr size_t kBudget = 1 << 20;  // received bytes of one lane before the others get a turn
 
 double seconds_since(Clock::time_point start) {
@@ -217,7 +216,7 @@ void Engine::give_way(Guard& guard) {
   const int waiting = wanted_;
   if (waiting == 0) return;
   guard.unlock();
-  for (int i = 0; i < kYields && wanted_ >= waiting; ++i) std::this_thread::yield();
+  for (int now = wanted_; now >= waiting; now = wanted_) wanted_.wait(now);
   guard.lock();
 }
 

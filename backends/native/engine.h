@@ -32,6 +32,7 @@ class Engine {
     ++wanted_;
     Guard guard(mutex_);
     --wanted_;
+    wanted_.notify_all();  // see give_way
     return guard;
   }
 

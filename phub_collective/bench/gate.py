@@ -113,7 +113,9 @@ class Gate:
         self._arrived[self._rank] = self._generation
         deadline = time.monotonic() + self._timeout
         while int(self._arrived.min()) < self._generation:
-            os.sched_yield()
+            # Not sched_yield: since Linux 6.18 each yield gives up a whole slice, and the rank that
+            # was here first would be the last to run in what is timed.
+            time.sleep(0)
             if time.monotonic() > deadline:
                 behind = np.flatnonzero(self._arrived < self._generation)
                 raise self._late({int(rank) for rank in behind})

@@ -17,6 +17,9 @@ from phub_collective.bench.subjects import Subject
 from phub_collective.errors import PhubError
 from phub_collective.rendezvous import Rendezvous
 
+LEAST_ITERATIONS = 3  # timed ones of every subject
+ENOUGH_S = 30.0  # of timed iterations: a subject so slow that it takes longer gets fewer
+
 
 @contextmanager
 def naming(what: str, action: str, rank: int) -> Iterator[None]:
@@ -77,13 +80,15 @@ class Stopwatch:
             self._iterate(subject, record)
         self._gate.pause()
 
-    def run(self, iterations: int) -> None:
-        """Timed iterations in turn, each round beginning with another subject."""
-        pairs = list(zip(self._subjects, self.records, strict=True))
-        for index in range(iterations):
-            first = index % len(pairs)
-            for subject, record in pairs[first:] + pairs[:first]:
-                self._iterate(subject, record)
+    def run(self, rounds: range, limits: Sequence[int]) -> None:
+        """Timed iterations in turn, each round beginning with another subject; `limits`: from
+        which round on each of them is left out."""
+        trios = list(zip(self._subjects, self.records, limits, strict=True))
+        for index in rounds:
+            first = index % len(trios)
+            for subject, record, limit in trios[first:] + trios[:first]:
+                if index < limit:
+                    self._iterate(subject, record)
 
     def _iterate(self, subject: Subject, record: Record) -> None:
         subject.prepare()
@@ -113,7 +118,9 @@ def measure(
     workers = [int(pid) for pid in rendezvous.all_gather("bench/pids", str(os.getpid()).encode())]
     watch = Stopwatch(subjects, gate, workers, warmup)
     watch.open()
-    watch.run(iterations)
+    few = min(iterations, LEAST_ITERATIONS)
+    watch.run(range(few), [few] * len(subjects))
+    watch.run(range(few, iterations), affordable(watch.records, rendezvous, iterations))
     mine = json.dumps([asdict(record) for record in watch.records]).encode()
     ranks = [json.loads(one) for one in rendezvous.all_gather("bench/records", mine)]
     rows = [
@@ -123,6 +130,16 @@ def measure(
     watch.close()
     gate.pause()
     return rows
+
+
+def affordable(records: Sequence[Record], rendezvous: Rendezvous, iterations: int) -> list[int]:
+    """How many iterations each subject gets, by what those so far took; equal on all ranks.
+    Collective."""
+    mine = json.dumps([sum(record.seconds) for record in records]).encode()
+    ranks = [json.loads(one) for one in rendezvous.all_gather("bench/seconds", mine)]
+    done = len(records[0].seconds)
+    each = [max(totals) / done for totals in zip(*ranks, strict=True)]
+    return [min(iterations, max(done, int(ENOUGH_S / seconds))) for seconds in each]
 
 
 def _row(subject: Subject, records: Sequence[Record]) -> dict[str, Any]:
