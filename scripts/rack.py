@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         print(*(f"# {line}" for line in check.links(lab, made)), sep="\n", flush=True)
         pbox = stack.enter_context(start.pbox(lab, made, args.pbox_cores))
         before = check.sample(lab, made)
-        code = start.phubrun(lab, made, words, start.variables(shape, pbox))
+        code = start.phubrun(lab, made, words, start.variables(shape, pbox)).wait()
         used = check.use(made, before, check.sample(lab, made))
     print(f"# {used}")
     return code or (CPU_BOUND if used.cpu_bound else 0)

@@ -15,6 +15,9 @@ constexpr size_t kDriveBytes = 256 << 10;
 // A sleeping waiter is woken at the latest when so much has arrived, to overlap copying.
 constexpr size_t kWakeBytes = 128 << 10;
 
+// Of chunks that lanes hold and could not send: so far one lane may run ahead of another.
+constexpr size_t kAheadBytes = 64 << 10;
+
 // The results of a larger tensor would have left the cache before anybody reads them.
 constexpr size_t kCachedBytes = 8 << 20;
 
@@ -34,6 +37,7 @@ PboxClient::~PboxClient() {
 }
 
 void PboxClient::remove_lanes() {
+  outbox_.clear();
   if (std::exchange(driven_, false)) engine_.async_end();
   for (Lane*& lane : lanes_) {
     if (!lane) continue;
@@ -165,8 +169,18 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
     target.pending[index] = 1;
     ++state.outstanding;
     outstanding_[chunk.core] += answer_bytes(target, *lanes_[chunk.core], index);
-    lanes_[chunk.core]->send(header,
-                             payload ? state.memory + (chunk.offset - range.offset) : nullptr);
+    const std::byte* data = payload ? state.memory + (chunk.offset - range.offset) : nullptr;
+    outbox_.push_back({lanes_[chunk.core], header, data});
+  }
+  post();
+}
+
+void PboxClient::post() {
+  while (!outbox_.empty()) {
+    const Parcel& next = outbox_.front();
+    if (unsent_ > 0 && (unsent_ + 1) * next.header.length > kAheadBytes) return;
+    next.lane->send(next.header, next.payload, &unsent_);
+    outbox_.pop_front();
   }
 }
 

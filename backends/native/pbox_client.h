@@ -4,6 +4,7 @@
 // thread; as a Sink it is called by the engine, with the lock held.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -53,8 +54,14 @@ class PboxClient : public Sink {
   std::byte* destination(Lane& lane, const Header& header) override;
   void frame(Lane& lane, const Header& header, const std::byte* payload) override;
   void closed(Lane& lane, const Error& why) override;
+  void flushed(Lane&) override { post(); }
 
  private:
+  struct Parcel {
+    Lane* lane;
+    Header header;
+    const std::byte* payload;
+  };
   struct Key {
     uint32_t step = 0;         // exchanges finished
     uint32_t outstanding = 0;  // frames of answer that are still to come
@@ -75,6 +82,7 @@ class PboxClient : public Sink {
   Shard* by_chunk(uint32_t id);
   Shard* by_key(uint32_t id);
   void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
+  void post();
   void send_key(Shard& shard, uint32_t key, uint8_t flags);
   void started(Shard& shard);
   void copy_answer(Shard& shard, uint32_t index, const Header& header);
@@ -91,6 +99,11 @@ class PboxClient : public Sink {
   std::vector<size_t> outstanding_;    // by core: bytes of answers to come
   std::map<uint32_t, std::unique_ptr<Shard>> tables_;  // by id
   std::map<uint32_t, Shard*> by_chunk_, by_key_;       // by first id on the wire
+  // Chunks in the order of their pushes, which all workers share, so that the chunks of all of them
+  // meet early: lanes compete for one link, and a lane that ran ahead would only have its chunks
+  // wait at the core for those that others' lanes hold back.
+  std::deque<Parcel> outbox_;
+  size_t unsent_ = 0;  // frames out of the outbox that lanes hold
   uint32_t outstanding_keys_ = 0;
   bool driven_ = false;  // the background thread was asked to drive
   bool closing_ = false;

@@ -8,7 +8,6 @@ together as the scheduler allows.
 from __future__ import annotations
 
 import mmap
-import os
 import selectors
 import socket
 import time

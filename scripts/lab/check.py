@@ -3,20 +3,17 @@ the links or the processors."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from lab import network
+from lab import counters, network
 from lab.topology import MTU_SHARE, Host, Network
 
 TOLERANCE = 0.03  # of the rate
 SECONDS = 0.8  # of sending, beside the first of it, which a full bucket lets pass at once
 DIRECTIONS = ("received", "sent")
-PRESSURE = Path("/proc/pressure/cpu")
 BUSY_LINK, PRESSED = 0.9, 0.25  # from when on a link, or the processors, count as the limit
 
 SEND = """
@@ -111,9 +108,7 @@ def sample(lab: str, made: Network) -> Sample:
             counted = network.counters(lab, host.name, link.device)
             for direction, nbytes in zip(DIRECTIONS, counted, strict=True):
                 moved[host.name, link.device, direction] = nbytes
-    found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.M)
-    assert found is not None
-    return Sample(time.monotonic(), int(found[1]) / 1e6, moved)
+    return Sample(time.monotonic(), counters.waited(), moved)
 
 
 @dataclass(frozen=True)
@@ -124,11 +119,13 @@ class Use:
         link: of the busiest shaped link and direction, of its rate.
         pressure: in which a process had to wait for a processor.
         nbytes: that all workers' links moved, both ways.
+        pbox_bytes: that all PBoxes' links moved, both ways.
     """
 
     link: float
     pressure: float
     nbytes: int
+    pbox_bytes: int = 0
 
     @property
     def cpu_bound(self) -> bool:
@@ -143,12 +140,13 @@ class Use:
 
 def use(made: Network, before: Sample, after: Sample) -> Use:
     seconds = after.at - before.at
-    busiest, total = 0.0, 0
+    busiest, workers, pboxes = 0.0, 0, 0
     for host in made.hosts:
         for link in host.links:
             keys = [(host.name, link.device, direction) for direction in DIRECTIONS]
             moved = [after.moved[key] - before.moved[key] for key in keys]
-            total += sum(moved) if host in made.workers else 0
+            workers += sum(moved) if host in made.workers else 0
+            pboxes += sum(moved) if host in made.pboxes else 0
             if link.rate:
                 busiest = max(busiest, max(moved) * 8 / seconds / link.rate)
-    return Use(busiest, (after.waited - before.waited) / seconds, total)
+    return Use(busiest, (after.waited - before.waited) / seconds, workers, pboxes)

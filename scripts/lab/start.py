@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from lab import network
-from lab.topology import Network, Shape
+from lab.topology import Host, Network, Shape
 from phub_collective.launch.processes import die_with_parent
 
 PHUB = [sys.executable, "-m", "phub_collective"]
@@ -61,14 +61,32 @@ def variables(shape: Shape, server: Pbox | None) -> dict[str, str]:
     return told
 
 
-def phubrun(lab: str, made: Network, words: Sequence[str], told: Mapping[str, str]) -> int:
-    """Run a command on every worker, from the host `head`; phubrun's exit code."""
-    hosts = ",".join(network.namespace(lab, worker.name) for worker in made.workers)
-    launch = [*PHUBRUN, "-H", hosts, "--agent", "ip netns exec", "--", *words]
+def phubrun(
+    lab: str,
+    made: Network,
+    words: Sequence[str],
+    told: Mapping[str, str],
+    workers: Sequence[Host] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Run a command on every worker, or on some, from the host `head`."""
+    chosen = made.workers if workers is None else workers
+    hosts = ",".join(network.namespace(lab, worker.name) for worker in chosen)
+    return _launch(lab, made.head, ["-H", hosts, "--agent", "ip netns exec"], words, told)
+
+
+def phubrun_here(
+    lab: str, made: Network, ranks: int, words: Sequence[str], told: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Run a command as so many ranks on the host `head`, over its loopback."""
+    return _launch(lab, made.head, ["-np", str(ranks)], words, told)
+
+
+def _launch(
+    lab: str, host: Host, flags: Sequence[str], words: Sequence[str], told: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     environment, parent = {"OMP_NUM_THREADS": "1", **os.environ, **told}, os.getpid()
-    return subprocess.run(
-        [*network.inside(lab, made.head.name), *launch],
+    return subprocess.Popen(
+        [*network.inside(lab, host.name), *PHUBRUN, *flags, "--", *words],
         env=environment,
         preexec_fn=lambda: die_with_parent(parent),
-        check=False,
-    ).returncode
+    )

@@ -1,4 +1,5 @@
 // A PBox and its workers over real lanes: sums, the optimizer, shared models, and orderly ends.
+#include <chrono>
 #include <cmath>
 #include <random>
 
@@ -277,6 +278,35 @@ TEST(a_key_in_flight_cannot_be_started_again) {
   const Error error = THROWN(Error, ranks[0]->client.push(1, 0, 0, at(memory, info, 0)));
   CHECK(error.code == ErrorCode::duplicate);
   CHECK(!ranks[0]->client.wait(1, 0, 0.01));
+}
+
+// Else the chunks of a lane that is ahead would only wait for those of another worker's.
+TEST(no_lane_runs_far_ahead_of_one_that_cannot_send) {
+  constexpr size_t kBytes = 16 << 20, kFar = 1 << 20;
+  Worker worker(0);
+  End ends[2];
+  for (int core = 0; core < 2; ++core) {
+    const auto sockets = tcp_sockets();
+    const TcpOptions small{"", 64 << 10, 30};
+    worker.client.attach(core, make_tcp_lane(sockets[0], small, 64 << 10));
+    ends[core].attach(make_tcp_lane(sockets[1], small, 64 << 10));
+    ends[core].sink.keep = false;
+  }
+  const TableInfo info = table_of({{kBytes / sizeof(float)}}, 2, 32 << 10);
+  worker.client.add(info, {});
+  Floats memory(kBytes / sizeof(float));
+  worker.client.push(1, 0, 0, at(memory, info, 0));
+  ends[1].drive([&] { return ends[1].sink.bytes > 0; });
+  for (int quiet = 0; quiet < 50; ++quiet) {
+    if (ends[1].step()) quiet = 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(ends[1].sink.bytes < kFar);  // the other one has not been read at all
+  const auto all = [&] { return ends[0].sink.bytes + ends[1].sink.bytes == kBytes; };
+  while (!all()) {
+    ends[0].step();
+    ends[1].step();
+  }
 }
 
 TEST(tables_come_and_go) {

@@ -23,7 +23,7 @@ from phub_collective.backends.base import (
 )
 from phub_collective.bench import pattern, report
 from phub_collective.bench.gate import Gate
-from phub_collective.bench.measure import measure
+from phub_collective.bench.measure import Record, affordable, measure
 from phub_collective.bench.pattern import Pattern
 from phub_collective.bench.plan import Plan, Workload, parse_bytes
 from phub_collective.bench.subjects import (
@@ -283,6 +283,18 @@ class TestMeasure:
             assert row["exchanges_per_s"] == pytest.approx(ranks / row["median_s"])
             assert row["algbw_GBps"] == pytest.approx(4 * 3006 / row["median_s"] / 1e9)
             assert row["busbw_GBps"] == pytest.approx(row["algbw_GBps"] * 2 * (ranks - 1) / ranks)
+
+    def test_a_slow_backend_gets_fewer_iterations_on_all_ranks_alike(self) -> None:
+        class Other(LocalRendezvous):
+            """A second rank, on which the first subject took long."""
+
+            def all_gather(self, name: str, data: bytes, *_: object) -> list[bytes]:
+                return [data, b"[45.0, 0.003]"]
+
+        records = [Record([0.1] * 3), Record([0.001] * 3)]
+        rendezvous = Other.__new__(Other)
+        assert affordable(records, rendezvous, 200) == [3, 200]
+        assert affordable(records, rendezvous, 2) == [2, 2]
 
     @pytest.mark.parametrize("dtype", ["FLOAT16", "INT8", "INT64"])
     def test_other_types(self, tmp_path: Path, dtype: str) -> None:

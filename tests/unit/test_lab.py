@@ -113,12 +113,12 @@ class TestLab:
                 told = start.variables(shape, server) | {"PHUB_BACKEND": "pbox"}
                 code = start.phubrun(
                     lab, made, [*words, "--iterations", "1", "--json", str(row_file)], told
-                )
+                ).wait()
                 used = check.use(made, before, check.sample(lab, made))
         assert code == 0
         row = json.loads(row_file.read_text())
         assert row["wrong"] == 0
-        assert (row["backend"], row["workers"]) == ("pbox", 2)
+        assert (row["backend"], row["exchanges"]) == ("pbox", 2)
         floor = row["bytes"] * 8 / (shape.link * MTU_SHARE)
         assert min(row["seconds"]) > 0.99 * floor  # nothing went another way
         assert used.nbytes > 2 * 2 * 2 * row["bytes"]  # two workers, two exchanges, both ways

@@ -45,7 +45,7 @@ def test_a_close_at_the_last_moment_is_not_missed(monkeypatch: pytest.MonkeyPatc
     fake: Any = SimpleNamespace(Condition=Gate, Thread=threading.Thread, Lock=threading.Lock)
     with monkeypatch.context() as patch:
         patch.setattr(mpi, "threading", fake)
-        pump = Pump()
+        pump = Pump(crowded=False)
     assert reached.wait(LIMIT_S)
     closer = threading.Thread(target=pump.close, daemon=True)
     closer.start()
@@ -55,7 +55,7 @@ def test_a_close_at_the_last_moment_is_not_missed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("error", ["", "communicator is broken"])
 def test_what_nobody_waits_for_is_completed(error: str) -> None:
-    pump, ended = Pump(), threading.Event()
+    pump, ended = Pump(crowded=False), threading.Event()
     request = MpiRequest(FakeRequest(error), pump)
     pump.watch(request, ended.set)
     assert ended.wait(LIMIT_S)
@@ -64,4 +64,27 @@ def test_what_nobody_waits_for_is_completed(error: str) -> None:
             request.check()
     else:
         request.check()
+    pump.close()
+
+
+def test_who_waits_calls_mpi_alone_and_the_pump_goes_on_afterwards() -> None:
+    pump, ended = Pump(crowded=True), threading.Event()
+    left, waited = FakeRequest(), FakeRequest()
+    with pump.paused():
+        pump.watch(MpiRequest(left, pump), ended.set)
+        request = MpiRequest(waited, pump)
+        assert request.wait(LIMIT_S)
+        assert not ended.wait(10 * mpi.PUMP_S)
+        assert left._left == 3  # nobody has looked
+    assert ended.wait(LIMIT_S)
+    pump.close()
+
+
+def test_a_wait_has_its_limit() -> None:
+    class Never(FakeRequest):
+        def Test(self) -> bool:
+            return False
+
+    pump = Pump(crowded=True)
+    assert not MpiRequest(Never(), pump).wait(0.02)
     pump.close()
