@@ -18,7 +18,7 @@ from phub_collective.rendezvous.identity import LAUNCH_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("phub_collective", "backends", "kernels", "tests", "docs", "scripts")
+FOLDERS = ("phub_collective", "backends", "kernels", "tests", "docs", "scripts", "results")
 SUFFIXES = (".py", ".h", ".cpp", ".md", ".toml", ".json")
 # Variables that are no settings of Config, but of the build and of scripts.
 OTHER_VARIABLES = {"PHUB_NATIVE", "PHUB_SANITIZE", "PHUB_VENV", "PHUB_PYTHON"}
