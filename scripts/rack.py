@@ -18,6 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import setup_first
+
+setup_first.require("phub_collective", "numpy")
+
 from lab import check, network, start, topology
 
 UNITS = {"": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -15,6 +15,7 @@ from experiments.networks import Figure12, Figure13
 from experiments.requirements import Floors
 from experiments.selector import Selector
 from experiments.table02 import Table2
+from experiments.table05 import Table5
 
 EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
@@ -33,6 +34,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Lanes(),
         Figure17(),
         Figure18(),
+        Table5(),
     )
 }
 
@@ -44,7 +46,6 @@ WAITING = (
     Waiting("tall", "Tall against wide aggregation", "wide aggregation in the server"),
     Waiting("table4", "Caching against bypassing kernels", "cache-bypassing kernels in the server"),
     Waiting("figure19", "Hierarchical reduction over 2 to 8 racks", "hierarchical reduction"),
-    Waiting("table5", "Cost of a rack", "the cost model (its prices are not known)"),
     Waiting("two_bit", "Against 2-bit compression", f"2-bit compression, and {MXNET}"),
     Waiting("factors", "Sufficient factors against workers", "sufficient-factor broadcasting"),
     Waiting("baselines", "MXNet's and PShard's rows in figures 2, 12, 13, 15", f"{MXNET}; PShard"),

@@ -55,12 +55,12 @@ class _Networks(Experiment):
     def findings(self, rows: Rows) -> Findings:
         found = Findings()
         models = [model for model in published.NETWORKS if rows.where(model=model)]
-        plain = Rows(rows.where(form="overlapped", workers=WORKERS))
+        plain = rows.where(form="overlapped", workers=WORKERS)
         systems = plain.values("system")
         lines = [
             [
                 "network",
-                "batch ms",
+                "batch",
                 *(f"{system} images/s" for system in systems),
                 *(f"{system} x floor" for system in systems),
                 "PBox over Gloo",
@@ -74,7 +74,7 @@ class _Networks(Experiment):
             lines.append(
                 [
                     model,
-                    f"{seconds * 1e3:.0f} {mark}",
+                    f"{published.BATCH_SIZE[model]} in {seconds * 1e3:.0f} ms {mark}",
                     *(f"{images(row):.0f}" if row else "-" for row in here),
                     *(f"{row['times_floor']:.3f}" if row else "-" for row in here),
                     f"{ratio:.2f}" if ratio else "-",

@@ -134,3 +134,5 @@ FIGURE_17_TRAINING = (178, 341, 504, 667, 822, 978, 1141, 1259)
 FIGURE_17_SHARE = 0.97  # of training in the loop-back limit at its end, [derived]
 
 FIGURE_18_COST = 0.05  # of AlexNet's throughput, with 8 jobs, [summary]
+
+TABLE_5 = {"future GPUs": 0.25, "V100": 0.06, "cheap processors": 0.36}  # gain at 2:1, [summary]

@@ -4,14 +4,18 @@ small where labs are allowed."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import psutil
 import pytest
-from experiments import floors, published, report
+from experiments import floors, published, report, table05
 from experiments.base import Rows, Scale
 from experiments.catalogue import EXPERIMENTS, WAITING
 from experiments.cells import SYSTEMS, Cell, exchange, rack
@@ -64,6 +68,16 @@ class TestPublished:
 
     def test_every_network_has_a_batch(self) -> None:
         assert set(published.BATCH_S) == set(published.BATCH_SIZE) == set(published.NETWORKS)
+
+
+class TestCost:
+    def test_a_rack_holds_what_one_switch_connects(self) -> None:
+        assert [table05.workers_of(core) for core in table05.CORES.values()] == [44, 65, 76]
+
+    def test_less_bisection_and_dearer_networks_gain_more(self) -> None:
+        gains = [table05.gain("future GPUs", core) for core in table05.CORES.values()]
+        assert gains == sorted(gains)
+        assert table05.gain("V100", 0.5) < gains[1] < table05.gain("cheap processors", 0.5)
 
 
 class TestGroups:
@@ -208,7 +222,9 @@ class TestReport:
     def test_an_unmeasured_experiment_is_said_to_be_one(self, tmp_path: Path) -> None:
         report.write(Store(tmp_path), tmp_path)
         text = (tmp_path / "REPORT.md").read_text()
-        assert text.count("Not measured yet.") == len(EXPERIMENTS) - 1  # one needs no measurement
+        assert text.count("Not measured yet.") == sum(
+            experiment.kind != "arithmetic" for experiment in EXPERIMENTS.values()
+        )
         for one in WAITING:
             assert f"- {one.name}: " in text
 
@@ -257,3 +273,32 @@ def test_all_experiments_in_small(tmp_path: Path) -> None:
         assert not any(row.get("wrong") for row in rows)
         assert (tmp_path / f"{name}.png").exists()
     assert not network.namespaces()
+
+
+@pytest.mark.parametrize("seed", range(20 if os.environ.get("PHUB_TEST_LONG") else 2))
+@pytest.mark.timeout(180)
+def test_whatever_is_killed_nothing_is_left_after_the_next_down(seed: int, tmp_path: Path) -> None:
+    """A random process of an experiment, or the experiment itself, at a random moment."""
+    try:
+        network.require_kernel()
+    except network.LabError as error:
+        pytest.skip(str(error))
+    random, shared = Random(seed), set(os.listdir("/dev/shm"))
+    words = [*PAPER, "table2", "--quick", "--results", str(tmp_path)]
+    with open(tmp_path / "output", "w") as output:
+        paper = psutil.Popen(words, stdout=output, stderr=output)
+        deadline = time.monotonic() + 60
+        while not network.processes(f"t{paper.pid}"):
+            assert paper.poll() is None, "it ended"
+            assert time.monotonic() < deadline, "no lab was started"
+            time.sleep(0.05)
+        time.sleep(random.uniform(0.0, 5.0))
+        tree = [paper, *paper.children(recursive=True)]
+        random.choice(tree).kill()
+        paper.wait(90)
+    down = [sys.executable, str(ROOT / "scripts/rack.py"), "down", "--name", "no such"]
+    assert subprocess.run(down, check=False).returncode == 0
+    assert not network.namespaces(f"t{paper.pid}")
+    gone, alive = psutil.wait_procs(tree, timeout=10)
+    assert len(gone) == len(tree), alive
+    assert set(os.listdir("/dev/shm")) <= shared
