@@ -40,7 +40,8 @@ class Cell:
         here: all workers on one host, over its loopback at full speed.
         jobs: that run at once, each on its share of the workers.
         labels: what the row shall say of itself.
-        seconds, memory: estimates, of this machine's time and in bytes.
+        seconds, ready, memory: estimates: of this machine's time, of the part of it until all have
+            warmed up, and of bytes.
     """
 
     program: str
@@ -52,6 +53,7 @@ class Cell:
     jobs: int = 1
     labels: Mapping[str, Any] = field(default_factory=dict, compare=False)
     seconds: float = field(default=0.0, compare=False)
+    ready: float = field(default=0.0, compare=False)
     memory: int = field(default=0, compare=False)
 
     @property
@@ -88,8 +90,12 @@ def exchange(
     here: bool = False,
     labels: Mapping[str, Any] | None = None,
 ) -> Cell:
-    """The exchange of a model by emulated workers; without a PBox for systems that need none."""
-    if system not in ("pbox", "auto"):
+    """The exchange of a model by emulated workers; the lab has no PBox where none is needed, or
+    where the workers' own host runs it (`here`)."""
+    served = system in ("pbox", "auto")
+    if here:
+        shape = Shape(shape.workers, pbox_links=0)
+    elif not served:
         shape = dataclasses.replace(shape, pbox_links=0)
     told = {"PHUB_BACKEND": system}
     if chunk_bytes:
@@ -104,20 +110,22 @@ def exchange(
     flags += ["--form", form] if form != "overlapped" else []
     said = {"system": system, "model": model, "workers": shape.workers, **(labels or {})}
     nbytes = sum(key.nbytes for key in model_keys(model))
-    floor = floors.exchange(system, nbytes, shape, jobs) * shape.dilation
-    busy = max(floor, batch_s * shape.dilation)
     touching = 2 * nbytes * shape.workers / TOUCH
+    floor = touching if here else floors.exchange(system, nbytes, shape, jobs) * shape.dilation
+    busy = max(floor, batch_s * shape.dilation)
     starting = 4 + START_S.get(system, 0.4) * shape.workers
+    ready = starting + floor + touching
     own = OWN_BYTES.get(system, 70 << 20)
     return Cell(
         "worker",
         shape,
         tuple(flags),
         tuple(sorted(told.items())),
-        cores,
+        0 if here else cores,
         here,
         jobs,
         said,
-        starting + floor + iterations * burst * busy + (1 + iterations) * touching,
-        shape.workers * (nbytes + own) + (3 * nbytes * jobs if shape.pbox_links else 0),
+        ready + iterations * (burst * busy + touching),
+        ready,
+        shape.workers * (nbytes + own) + (3 * nbytes * jobs if served else 0),
     )

@@ -27,7 +27,7 @@ from experiments.store import Store
 RESERVE = 1 << 30  # bytes of memory that stay free
 MISSED = 1.03  # of its floor: from when on the processors may have been the limit
 PATIENCE_S, PATIENCE = 120.0, 10  # a cell may take so long, and so many times its estimate
-READY_S, READY_EACH_S = 5.0, 1.2  # until jobs that begin together have started, with each worker
+READY_S, READY = 5.0, 1.5  # jobs that begin together do so after this and so many times estimated
 
 
 class CellError(Exception):
@@ -99,7 +99,7 @@ class Runner:
         each = len(workers) // cell.jobs
         flags = list(cell.flags)
         if cell.jobs > 1:
-            flags += ["--at", str(time.monotonic() + READY_S + READY_EACH_S * len(workers))]
+            flags += ["--at", str(time.monotonic() + READY_S + READY * cell.ready)]
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, f"{job}.json") for job in range(cell.jobs)]
             processes = []
