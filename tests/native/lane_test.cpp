@@ -123,7 +123,10 @@ TEST(a_budget_bounds_one_call) {
     const size_t before = pair.right.sink.bytes;
     pair.right.step(20000);
     CHECK(pair.right.sink.bytes - before <= 20000 + (256 << 10));
-    pair.right.drive([&] { return pair.right.sink.count == 100; });
+    while (pair.right.sink.count < 100) {  // tcp: the socket has not taken all of it at once
+      pair.left.step();
+      pair.right.step();
+    }
   }
 }
 
