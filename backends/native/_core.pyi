@@ -53,7 +53,11 @@ class Memory:
 
 class TcpOptions:
     def __init__(
-        self, congestion: str = "", buffer_bytes: int = 0, keepalive_s: int = 30
+        self,
+        congestion: str = "",
+        buffer_bytes: int = 0,
+        keepalive_s: int = 30,
+        unsent_bytes: int = 0,
     ) -> None: ...
 
 class LaneCounters:

@@ -142,6 +142,7 @@ struct TcpOptions {
   std::string congestion;  // "" = cubic if allowed, else reno, else the system's
   int buffer_bytes = 0;  // SO_SNDBUF / SO_RCVBUF; 0 = the kernel tunes them
   int keepalive_s = 30;  // a silent, unreachable host is an error after this time
+  int unsent_bytes = 0;  // that the kernel takes beyond what is under way; 0 = megabytes
 };
 
 // Takes over a connected, authenticated socket (any blocking mode).

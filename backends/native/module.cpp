@@ -72,8 +72,9 @@ HyperWire make_hyper(double lr, double momentum, double dampening, double weight
   return {lr, momentum, dampening, weight_decay, nesterov, maximize};
 }
 
-TcpOptions tcp_options(const std::string& congestion, int buffer_bytes, int keepalive_s) {
-  return {congestion, buffer_bytes, keepalive_s};
+TcpOptions tcp_options(const std::string& congestion, int buffer_bytes, int keepalive_s,
+                       int unsent_bytes) {
+  return {congestion, buffer_bytes, keepalive_s, unsent_bytes};
 }
 
 void bind_memory(py::module_& m) {
@@ -101,7 +102,7 @@ void bind_lanes(py::module_& m) {
   m.def("choose_congestion", &choose_congestion, py::arg("fd"), py::arg("wanted"));
   py::class_<TcpOptions>(m, "TcpOptions")
       .def(py::init(&tcp_options), py::arg("congestion") = "", py::arg("buffer_bytes") = 0,
-           py::arg("keepalive_s") = 30);
+           py::arg("keepalive_s") = 30, py::arg("unsent_bytes") = 0);
   py::class_<LaneCounters>(m, "LaneCounters")
       .def_readonly("bytes_sent", &LaneCounters::bytes_sent)
       .def_readonly("bytes_received", &LaneCounters::bytes_received)

@@ -15,8 +15,10 @@ constexpr size_t kDriveBytes = 256 << 10;
 // A sleeping waiter is woken at the latest when so much has arrived, to overlap copying.
 constexpr size_t kWakeBytes = 128 << 10;
 
-// Of chunks that lanes hold and could not send: so far one lane may run ahead of another.
-constexpr size_t kAheadBytes = 64 << 10;
+// Of chunks that lanes hold and could not send: so far one lane may run ahead of another. The more
+// lanes there are the less each has, but with few of them a sender that seldom gets a processor,
+// while the model computes, must not come to its turn in vain.
+constexpr size_t kAheadBytes = 512 << 10, kLeastAheadBytes = 64 << 10;
 
 // The results of a larger tensor would have left the cache before anybody reads them.
 constexpr size_t kCachedBytes = 8 << 20;
@@ -176,9 +178,10 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
 }
 
 void PboxClient::post() {
+  const size_t ahead = std::max(kLeastAheadBytes, kAheadBytes / std::max<size_t>(1, lanes_.size()));
   while (!outbox_.empty()) {
     const Parcel& next = outbox_.front();
-    if (unsent_ > 0 && (unsent_ + 1) * next.header.length > kAheadBytes) return;
+    if (unsent_ > 0 && (unsent_ + 1) * next.header.length > ahead) return;
     next.lane->send(next.header, next.payload, &unsent_);
     outbox_.pop_front();
   }

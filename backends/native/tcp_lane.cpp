@@ -26,7 +26,6 @@ constexpr size_t kCorkedFrames = 16;        // with chunks of 32 KiB, 512 KiB a 
 constexpr size_t kBufferBytes = 256 << 10;  // stays in the L2 cache
 constexpr size_t kMaxLowWater = 128 << 10;  // less than any socket buffer holds
 constexpr size_t kLargeFrame = 64 << 10;     // read alone, so that no part of the next is moved
-constexpr int kUnsentBytes = 32 << 10;      // that the kernel takes beyond what is under way
 constexpr size_t kViewAlignment = 8;        // the largest element type
 
 void set_option(int fd, int level, int name, int value, const char* what) {
@@ -345,8 +344,8 @@ void TcpLane::move_rest_to_front() {
 std::unique_ptr<Lane> make_tcp_lane(int fd, const TcpOptions& options, size_t max_payload) {
   auto lane = std::make_unique<TcpLane>(fd, max_payload, options.keepalive_s);  // owns fd from here
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
-  // What waits in the socket has a place in the order of sending already, and megabytes would.
-  set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes, "TCP_NOTSENT_LOWAT");
+  if (options.unsent_bytes > 0)
+    set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, options.unsent_bytes, "TCP_NOTSENT_LOWAT");
   choose_congestion(fd, options.congestion);
   if (options.buffer_bytes > 0) {
     set_option(fd, SOL_SOCKET, SO_SNDBUF, options.buffer_bytes, "SO_SNDBUF");

@@ -104,7 +104,10 @@ class Connection:
         if self.transport == "tcp":
             config = self.config
             options = self._core.TcpOptions(
-                config.congestion, config.socket_buffer, max(1, int(config.timeout))
+                config.congestion,
+                config.socket_buffer,
+                max(1, int(config.timeout)),
+                protocol.lane_unsent(self.cores),
             )
             fd = sock.detach()
             self.client.attach_tcp(core, fd, options, payload)

@@ -180,6 +180,12 @@ def raise_error(message: Message) -> None:
     raise error
 
 
+def lane_unsent(cores: int) -> int:
+    """Bytes that wait unsent in the socket of a tcp lane, beside `cores - 1` others to the same
+    place: they have a place in the order of sending already."""
+    return max(32 << 10, (512 << 10) // cores)
+
+
 def lane_payload(chunk_bytes: int) -> int:
     """Largest payload of a lane, in bytes: a chunk, or an error's text."""
     return max(chunk_bytes, 16 << 10)

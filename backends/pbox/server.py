@@ -97,7 +97,10 @@ class PBoxServer:
         self._core = load()
         self._native = self._core.Server(options.cores, options.spin_us)
         self._tcp = self._core.TcpOptions(
-            options.congestion, options.socket_buffer, options.keepalive
+            options.congestion,
+            options.socket_buffer,
+            options.keepalive,
+            protocol.lane_unsent(options.cores),
         )
         self._lock = threading.Lock()
         self._jobs: dict[str, Tenant] = {}

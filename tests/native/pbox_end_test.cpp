@@ -262,7 +262,7 @@ TEST(a_worker_that_does_not_read_for_long_is_not_lost) {
   box.server.add_job(1, 1);
   const TableInfo info = table_of({{6 << 20}}, 1);  // 24 MiB, more than sockets take in
   box.server.add_table(1, info, 1);
-  const TcpOptions impatient{"", 0, 1};
+  const TcpOptions impatient{"", 0, 1, 0};
   const auto sockets = tcp_sockets();
   box.server.attach(1, 0, 0, make_tcp_lane(sockets[0], impatient, kPayload));
   End end;

@@ -287,7 +287,7 @@ TEST(no_lane_runs_far_ahead_of_one_that_cannot_send) {
   End ends[2];
   for (int core = 0; core < 2; ++core) {
     const auto sockets = tcp_sockets();
-    const TcpOptions small{"", 64 << 10, 30};
+    const TcpOptions small{"", 64 << 10, 30, 64 << 10};
     worker.client.attach(core, make_tcp_lane(sockets[0], small, 64 << 10));
     ends[core].attach(make_tcp_lane(sockets[1], small, 64 << 10));
     ends[core].sink.keep = false;
