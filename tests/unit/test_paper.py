@@ -275,7 +275,8 @@ def test_all_experiments_in_small(tmp_path: Path) -> None:
     assert not network.namespaces()
 
 
-@pytest.mark.parametrize("seed", range(20 if os.environ.get("PHUB_TEST_LONG") else 1))
+@pytest.mark.skipif(not os.environ.get("PHUB_TEST_LONG"), reason="long: set PHUB_TEST_LONG=1")
+@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.timeout(180)
 def test_whatever_is_killed_nothing_is_left_after_the_next_down(seed: int, tmp_path: Path) -> None:
     """A random process of an experiment, or the experiment itself, at a random moment."""
