@@ -32,12 +32,15 @@ def least_moved(system: str, nbytes: int, workers: int) -> int:
 def exchange(system: str, nbytes: int, shape: Shape, jobs: int = 1) -> float:
     """Seconds of the played rack. `jobs`: that exchange as much at once, on as many workers each.
 
-    A worker's link carries what `moved` says; those of a PBox carry all workers' models."""
+    A worker's link carries what `moved` says; those of a PBox carry all workers' models. Without
+    links of its own it stands on a worker's host, whose link carries those of the others."""
     payload = shape.link * MTU_SHARE / 8
     worker = moved(system, nbytes, shape.workers // jobs) / payload
     if system != "pbox":
         return worker
-    return max(worker, shape.workers * nbytes / (payload * max(1, shape.pbox_links)))
+    if not shape.pbox_links:
+        return (shape.workers - 1) * nbytes / payload
+    return max(worker, shape.workers * nbytes / (payload * shape.pbox_links))
 
 
 def step(exchange_s: float, batch_s: float, backward: float) -> float:

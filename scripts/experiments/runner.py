@@ -27,7 +27,7 @@ from experiments.store import Store
 RESERVE = 1 << 30  # bytes of memory that stay free
 MISSED = 1.03  # of its floor: from when on the processors may have been the limit
 PATIENCE_S, PATIENCE = 120.0, 10  # a cell may take so long, and so many times its estimate
-READY_S, READY = 5.0, 1.5  # jobs that begin together do so after this and so many times estimated
+READY_S, READY = 10.0, 2.0  # jobs that begin together do so after this and so many times estimated
 
 
 class CellError(Exception):

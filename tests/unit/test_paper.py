@@ -43,6 +43,10 @@ class TestFloors:
         shape = Shape(8, link=1e9, pbox_links=1)
         assert floors.exchange("pbox", 10**6, shape) == pytest.approx(8 * 8e-3 / MTU_SHARE)
 
+    def test_a_pbox_on_a_workers_host_takes_the_models_of_the_others(self) -> None:
+        shape = Shape(8, link=1e9, pbox_links=0)
+        assert floors.exchange("pbox", 10**6, shape) == pytest.approx(7 * 8e-3 / MTU_SHARE)
+
     @pytest.mark.parametrize("system", ["ring", "halving_doubling", "gloo"])
     def test_collectives_of_eight_take_seven_quarters(self, system: str) -> None:
         assert floors.moved(system, 1000, 8) == pytest.approx(1750)
