@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments import drawing, floors
 from experiments.base import Experiment, Findings, Row, Rows, Scale, Table, number
-from experiments.cells import Cell
+from experiments.cells import SYSTEMS, Cell
 
 MODEL_BYTES = 6 * (1280 * 1280 + 1280) * 4  # of lab/hook.py
 WORKERS = 2
@@ -38,7 +38,7 @@ class Hook(Experiment):
     def cells(self, scale: Scale) -> list[Cell]:
         if scale is Scale.QUICK:
             return []
-        return [self._cell(system) for system in ("pbox", "ring", "halving_doubling", "gloo")]
+        return [self._cell(system) for system in SYSTEMS]
 
     @staticmethod
     def _cell(system: str) -> Cell:

@@ -52,9 +52,9 @@ def _verdicts(claims: Sequence[tuple[Experiment, Claim]]) -> Iterator[str]:
     """What does not hold comes first."""
     parts = (
         ("Required here, and not reached", True, False),
-        ("Of the paper, and not so here", False, False),
+        ("Not required (of the paper, or compared with), and not so here", False, False),
         ("Required here, and reached", True, True),
-        ("Of the paper, and so here too", False, True),
+        ("Not required (of the paper, or compared with), and so here too", False, True),
     )
     for title, bar, holds in parts:
         chosen = [(e, c) for e, c in claims if c.bar is bar and c.holds is holds]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from matplotlib.figure import Figure
 
 from experiments import drawing
@@ -12,6 +14,12 @@ MODEL = "ResNet18"
 WORKERS = 8
 PLACES = {"ten links": MANY_LINKS, "one link": 1, "no PBox": 0}
 WITHIN = 1.10  # times the best, at most
+
+
+def milliseconds(rows: Rows, place: str, system: str) -> float | None:
+    """Of an exchange."""
+    row = rows.one(place=place, system=system)
+    return None if row is None else float(row["median_s"] * 1e3)
 
 
 class Selector(Experiment):
@@ -38,12 +46,7 @@ class Selector(Experiment):
     def findings(self, rows: Rows) -> Findings:
         found = Findings()
         places = rows.values("place")
-
-        def milliseconds(place: str, system: str) -> float | None:
-            row = rows.one(place=place, system=system)
-            return None if row is None else row["median_s"] * 1e3
-
-        lines = grid("lab", places, ["auto", *SYSTEMS], milliseconds, 4)
+        lines = grid("lab", places, ["auto", *SYSTEMS], partial(milliseconds, rows), 4)
         lines[0].append("chosen")
         for line, place in zip(lines[1:], places, strict=True):
             chosen = rows.one(place=place, system="auto")
@@ -76,12 +79,8 @@ class Selector(Experiment):
 
     def draw(self, rows: Rows, figure: Figure) -> None:
         axes = drawing.one_axes(figure, "", "ms of an exchange")
-
-        def milliseconds(place: str, system: str) -> float | None:
-            row = rows.one(place=place, system=system)
-            return None if row is None else row["median_s"] * 1e3
-
-        drawing.bars(axes, rows.values("place"), ["auto", *SYSTEMS], milliseconds)
+        systems = ["auto", *SYSTEMS]
+        drawing.bars(axes, rows.values("place"), systems, partial(milliseconds, rows))
 
 
 def _of(rows: list[Row], backend: str, auto: Row) -> float:
