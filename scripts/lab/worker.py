@@ -85,12 +85,17 @@ class Worker:
         encoded = self._numbers.encode(self._numbers.row(self._session.rank, number))
         for index, view in enumerate(self._views):
             pattern.fill(view, encoded, index)
+        before = moved()
         begin = self._meet(at)
-        before, waited_before = moved(), waited()
+        waited_before = waited()
         for _ in range(burst):
             self._step(self._batch_s if computing else 0.0)
         end = time.monotonic()
-        after, waited_after = moved(), waited()
+        waited_after = waited()
+        # Others may have begun before this rank awoke, and what it sent last may still be queued
+        # when its own results are there: between two meetings nothing of it is missed.
+        self._session.context.rendezvous.barrier("lab.end")
+        after = moved()
         grown = self._session.size ** (burst - 1)
         expected = self._numbers.encode(self._numbers.total(number) * grown)
         wrong = sum(pattern.wrong(view, expected, i) for i, view in enumerate(self._views))
