@@ -38,6 +38,24 @@ COMMANDS = {
     "bench select": Command(
         "compare the selector's choices with measured times", "phub_collective.bench.select"
     ),
+    "plan bandwidth": Command(
+        "print the bandwidth that parameter servers need",
+        "phub_collective.planning.cli",
+        "add_bandwidth_arguments",
+        "bandwidth_main",
+    ),
+    "plan cost": Command(
+        "print the throughput that 1000 dollars buy",
+        "phub_collective.planning.cli",
+        "add_cost_arguments",
+        "cost_main",
+    ),
+    "plan scale": Command(
+        "print how many workers a PBox can serve",
+        "phub_collective.planning.cli",
+        "add_scale_arguments",
+        "scale_main",
+    ),
     "explain": Command(
         "print which backend would be selected, and why", "phub_collective.selection.explain"
     ),

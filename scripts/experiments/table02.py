@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from matplotlib.figure import Figure
 
 from experiments import drawing, published
 from experiments.base import Experiment, Findings, Rows, Scale, Table
 from experiments.cells import MANY_LINKS, SYSTEMS, Cell, exchange, rack
 from phub_collective.models import model_keys
+from phub_collective.planning import bandwidth
 
 WORKERS = 8
-FACTORS: dict[
-    str, Callable[[int], float]
-] = {  # of a model's bytes, over a batch's time, with N workers
-    "CC": lambda n: 2 * (n - 1),
-    "CS": lambda n: 4 * (n - 1) / n,
-    "NCC": lambda n: 2 * n,
-    "NCS": lambda n: 2,
-}
 WITHIN = 0.02  # of the paper's value
-
-
-def gbit(nbytes: float, seconds: float) -> float:
-    """Gb/s as the paper counts them: 2^30 bits."""
-    return nbytes * 8 / 2**30 / seconds
 
 
 class Table2(Experiment):
@@ -53,12 +39,13 @@ class Table2(Experiment):
     def findings(self, rows: Rows) -> Findings:
         found = Findings()
         models = [model for model in published.TABLE_2 if rows.where(model=model)]
-        titles = ["network", *(f"{name}: formula (paper)" for name in FACTORS)]
+        titles = ["network", *(f"{name}: formula (paper)" for name in bandwidth.DEPLOYMENTS)]
         systems = rows.values("system")
         lines = [[*titles, *(f"{system}, measured" for system in systems)]]
         for model in models:
             cells = [
-                f"{formula(model, name):.0f} ({published.TABLE_2[model][name]})" for name in FACTORS
+                f"{formula(model, name):.0f} ({published.TABLE_2[model][name]})"
+                for name in bandwidth.DEPLOYMENTS
             ]
             needs = [self._need(rows, model, system) for system in systems]
             lines.append(
@@ -85,7 +72,7 @@ class Table2(Experiment):
             return None
         both = row["least_received"] + row["least_sent"]
         moved = row["pbox_bytes"] / row["exchanges"] if system == "pbox" else both
-        return gbit(moved, published.TABLE_2_BATCH_S[model])
+        return bandwidth.gbit(moved / published.TABLE_2_BATCH_S[model])
 
     def draw(self, rows: Rows, figure: Figure) -> None:
         axes = drawing.one_axes(figure, "", "Gb/s at the busiest server or worker")
@@ -101,4 +88,5 @@ class Table2(Experiment):
 
 def formula(model: str, deployment: str) -> float:
     nbytes = sum(key.nbytes for key in model_keys(model))
-    return gbit(FACTORS[deployment](WORKERS) * nbytes, published.TABLE_2_BATCH_S[model])
+    batch_s = published.TABLE_2_BATCH_S[model]
+    return bandwidth.gbit(bandwidth.need(deployment, nbytes, WORKERS, batch_s))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = (".py", ".pyi", ".json", ".typed")
+SHIPPED = (".py", ".pyi", ".json", ".toml", ".typed")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not in a checkout")
 
