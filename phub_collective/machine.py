@@ -61,11 +61,16 @@ def host_hint() -> str:
 
 def own_addresses() -> list[str]:
     """This host's IPv4 addresses, loopback first, which is the quickest to try."""
-    found = ["127.0.0.1"]
+    return list(dict.fromkeys(["127.0.0.1", *interface_addresses().values()]))
+
+
+def interface_addresses() -> dict[str, str]:
+    """The first IPv4 address of each network interface that has one, by the interface's name."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode())
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return list(dict.fromkeys(found))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
