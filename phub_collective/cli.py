@@ -56,6 +56,10 @@ COMMANDS = {
         "add_scale_arguments",
         "scale_main",
     ),
+    "probe": Command(
+        "measure the links between the hosts of a job, and group the hosts",
+        "phub_collective.probing.command",
+    ),
     "explain": Command(
         "print which backend would be selected, and why", "phub_collective.selection.explain"
     ),

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Sizes in bytes, and times, as people write and read them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def size_text(nbytes: int) -> str:
     """ "64KiB": four digits in the largest unit that is not below 1."""
     name, unit = next((n, u) for n, u in reversed(UNITS.items()) if n and (nbytes >= u or u == 1))
     return f"{nbytes / unit:.4g}{name}"
+
+
+def time_text(seconds: float) -> str:
+    """ "12.3 us", "4.5 ms" or "1.2 s"."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

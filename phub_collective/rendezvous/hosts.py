@@ -28,7 +28,13 @@ def _reachable(name: str) -> bool:
 
 
 def ranks_of_this_host(rendezvous: Rendezvous) -> list[int]:
-    """The ranks that share this rank's host, itself included, in order. Collective.
+    """The ranks that share this rank's host, itself included, in order. Collective; errors as in
+    `hosts_of`."""
+    return next(ranks for ranks in hosts_of(rendezvous) if rendezvous.rank in ranks)
+
+
+def hosts_of(rendezvous: Rendezvous) -> list[list[int]]:
+    """The ranks of each host, in order; hosts by their lowest rank. Equal on all ranks. Collective.
 
     Raises:
         PeerLost, PeerTimeout: as `Rendezvous.all_gather`.
@@ -45,5 +51,9 @@ def ranks_of_this_host(rendezvous: Rendezvous) -> list[int]:
             for rank, (their_hint, their_name) in enumerate(cards)
             if rank == rendezvous.rank or (their_hint == hint and _reachable(their_name))
         )
-        leaders = rendezvous.all_gather("host.leader", str(leader).encode())
-    return [rank for rank, text in enumerate(leaders) if int(text) == leader]
+        told = rendezvous.all_gather("host.leader", str(leader).encode())
+    leaders = [int(text) for text in told]
+    return [
+        [rank for rank, theirs in enumerate(leaders) if theirs == one]
+        for one in sorted(set(leaders))
+    ]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from math import inf
+from pathlib import Path
 
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError
+from phub_collective.launch.inner import run_as_job
+from phub_collective.probing.matrix import Matrix
 from phub_collective.rendezvous.identity import identify
 from phub_collective.selection.costmodel import Curve
+from phub_collective.selection.explain_links import lines_of
 from phub_collective.selection.probe import SIZES
 from phub_collective.selection.selector import Selector
 from phub_collective.session import Session
-from phub_collective.sizes import size_text
+from phub_collective.sizes import size_text, time_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,33 +29,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="TEXT", help="in place of PHUB_BACKEND")
     parser.add_argument("--lane", choices=["auto", "shm", "tcp"], help="in place of PHUB_LANE")
     parser.add_argument("--fresh", action="store_true", help="measure, whatever is cached")
+    parser.add_argument(
+        "--links", type=Path, metavar="FILE", help="of phub probe --json: explain these links, too"
+    )
+    parser.add_argument(
+        "--uplink", type=float, metavar="GBIT",
+        help="with --links: Gbit/s of a group of hosts to the others, in place of what was seen",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pbox-link", type=float, metavar="GBIT",
+        help="with --links: Gbit/s of a group's PBox (default: as of a worker's host)",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
-    """In a job: take part and let rank 0 print. Outside of one: start a job that does so."""
+    """In a job: take part and let rank 0 print. Outside of one: start a job that does so.
+
+    Raises:
+        ConfigError: a flag, the file of --links or PHUB_BACKEND is wrong.
+    """
     if args.np < 1:
         raise ConfigError(f"[explain] -np {args.np}: expected at least 1 rank")
-    if args.np > 1 and identify(os.environ).launcher == "single":
-        return _start_job(args)
+    place = identify(os.environ)
+    # Before anything else, so that a wrong file is told at once; other hosts need not have it.
+    matrix = Matrix.load(args.links) if args.links and place.rank == 0 else None
+    if args.np > 1 and place.launcher == "single":
+        return run_as_job(_words(args), args.np)
     config = Config.from_environment(backend=args.backend, lane=args.lane)
     with Session.open(config) as session:
         session.selector.prepare(session.backend, args.fresh)
         if session.rank == 0:
             print("\n".join(report(session.selector, session.size, session.local_size, config)))
+            if matrix is not None:
+                names = session.selector.rules.candidates
+                print("\n".join(lines_of(matrix, names, args.uplink, args.pbox_link)))
     return 0
 
 
-def _start_job(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "phub_collective", "explain"]
-    for flag, value in (("--backend", args.backend), ("--lane", args.lane)):
-        command += [flag, value] if value else []
-    command += ["--fresh"] if args.fresh else []
-    launcher = [sys.executable, "-m", "phub_collective.launch.cli", "-np", str(args.np)]
-    with subprocess.Popen([*launcher, *command], stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        for line in job.stdout:
-            print(line.removeprefix("[0]<stdout>:"), end="")
-    return job.returncode
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command for the ranks of the job that we start."""
+    words = ["explain", *(["--fresh"] if args.fresh else [])]
+    for flag in ("backend", "lane", "links", "uplink", "pbox_link"):
+        value = getattr(args, flag)
+        words += [] if value is None else [f"--{flag.replace('_', '-')}", str(value)]
+    return words
 
 
 def report(selector: Selector, size: int, local_size: int, config: Config) -> Iterator[str]:
@@ -106,11 +125,3 @@ def _times(selector: Selector) -> Iterator[str]:
     for nbytes in sorted({*SIZES, 25 << 20, 100 << 20}):
         times = "".join(f"{time_text(curve.seconds(nbytes)):>18}" for curve in curves.values())
         yield f"{size_text(nbytes):>12}{times}  {selector.choose(nbytes)}"
-
-
-def time_text(seconds: float) -> str:
-    """ "12.3 us", "4.5 ms" or "1.2 s"."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -1,4 +1,5 @@
-"""Figure 6: the rates between all pairs of hosts, and the groups that they give away."""
+"""Figure 6: the rates between all pairs of hosts as `phub probe` finds them, and the groups that
+they give away."""
 
 from __future__ import annotations
 

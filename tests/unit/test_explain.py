@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from link_matrices import figure_6, matrix_of
 
 
 def explain(cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -56,3 +58,21 @@ def test_a_wrong_text_ends_it_with_the_grammar(tmp_path: Path, ranks: str) -> No
     assert done.returncode != 0
     assert "'64KB' is no size" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_measured_links_are_explained_too(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(matrix_of(figure_6()).to_json()))
+    flags = ["-np", "2", "--backend", "ring", "--links", str(file)]
+    done = explain(tmp_path, *flags, "--uplink", "4.7", "--pbox-link", "90")
+    assert done.returncode == 0, done.stderr
+    assert "# links: 8 hosts, 8 ranks; a PBox on the first host" in done.stdout
+    assert "PBox 90 Gbit/s, rack to the others 4.7 Gbit/s" in done.stdout
+    assert done.stdout.rstrip().endswith("yes")
+
+
+def test_a_wrong_file_of_links_starts_nothing(tmp_path: Path) -> None:
+    done = explain(tmp_path, "-np", "2", "--links", str(tmp_path / "none.json"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"phub explain: [probe] {tmp_path / 'none.json'}: ")

@@ -16,6 +16,7 @@ from lab.topology import MTU_SHARE, Shape, network_of
 from lab.worker import layers_of
 
 from phub_collective.models import model_keys
+from phub_collective.probing.matrix import Matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,6 +124,23 @@ class TestLab:
         assert min(row["seconds"]) > 0.99 * floor  # nothing went another way
         assert used.nbytes > 2 * 2 * 2 * row["bytes"]  # two workers, two exchanges, both ways
         assert not network.namespaces(lab)
+
+    def test_a_probe_finds_the_groups_that_links_were_shaped_to(self, tmp_path: Path) -> None:
+        """Three hosts, two of them near each other, through phubrun."""
+        near, far = 200e6, 80e6
+        pairs = {(a, b): far if 1 in (a, b) else near for a in range(3) for b in range(3) if a != b}
+        made = network_of(Shape(3, link=400e6, pbox_links=0, pairs=pairs))
+        file = tmp_path / "links.json"
+        words = [*start.PHUB, "probe", "--seconds", "0.3", "--json", str(file)]
+        with network.temporary(made) as lab:
+            assert start.phubrun(lab, made, words, {}).wait(60) == 0
+        matrix = Matrix.load(file)
+        assert [host.ranks for host in matrix.hosts] == [(0,), (1,), (2,)]
+        assert matrix.groups == [[0, 2], [1]]
+        for (a, b), rate in pairs.items():
+            found = matrix.bandwidth[a][b]
+            assert found is not None
+            assert 0.5 < found * 8 / rate < 1.02, (a, b)  # a busy machine may be slower
 
     def test_a_killed_lab_is_removed_at_the_next_start(self) -> None:
         rack = [sys.executable, str(ROOT / "scripts/rack.py")]

@@ -26,7 +26,6 @@ from experiments.store import Store
 from experiments.table02 import formula
 from experiments.table05 import Table5
 from lab import check, network
-from lab.pairs import groups_of
 from lab.topology import MTU_SHARE, Shape
 from lab.worker import Iteration, summary
 
@@ -84,22 +83,6 @@ class TestCost:
         _, *lines = table.lines
         assert [line[0] for line in lines] == list(published.TABLE_5)
         assert [line[2] for line in lines] == ["+25.7%", "+5.4%", "+36.0%"]
-
-
-class TestGroups:
-    def test_the_papers_hosts_fall_into_its_groups(self) -> None:
-        one, other = published.FIGURE_6_GROUPS
-
-        def rate(a: int, b: int) -> float:
-            together = {a + 1, b + 1} <= set(one) or {a + 1, b + 1} <= set(other)
-            return (8.9 if together else 4.7) + 0.01 * a
-
-        rates = [[None if a == b else rate(a, b) for b in range(8)] for a in range(8)]
-        assert groups_of(rates) == [[0, 2, 3, 4, 6], [1, 5, 7]]
-
-    def test_equal_rates_are_one_group(self) -> None:
-        rates = [[None if a == b else 9.0 + 0.1 * a for b in range(4)] for a in range(4)]
-        assert groups_of(rates) == [[0, 1, 2, 3]]
 
 
 class TestCells:

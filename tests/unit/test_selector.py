@@ -12,9 +12,9 @@ from ranks import ThreadRanks, run_threads
 from phub_collective import backends
 from phub_collective.backends.base import Context
 from phub_collective.errors import ConfigError, MismatchError
-from phub_collective.selection.explain import report, time_text
+from phub_collective.selection.explain import report
 from phub_collective.selection.selector import Selector, Table
-from phub_collective.sizes import size_text
+from phub_collective.sizes import size_text, time_text
 
 KIB, MIB = 1 << 10, 1 << 20
 
