@@ -12,6 +12,7 @@ from phub_collective.errors import BackendUnavailable, ConfigError
 # name -> module with is_available(), create(context) and perhaps RUNS_OPTIMIZER; see base.py.
 TABLE: dict[str, str] = {
     "pbox": "phub_collective.backends.pbox",
+    "pshard": "phub_collective.backends.pshard",
     "ring": "phub_collective.backends.ring",
     "halving_doubling": "phub_collective.backends.halving_doubling",
     "mpi": "phub_collective.backends.mpi",

@@ -22,12 +22,23 @@ class Config:
 
     backend: str = _setting("auto", "PHUB_BACKEND", "auto | NAME | ^NAME,... | rules by size")
     lane: str = _setting("auto", "PHUB_LANE", "transport of lanes: auto | shm | tcp")
-    pbox: str = _setting("", "PHUB_PBOX", "HOST:PORT of a running PBox; empty: one is started")
+    pbox: str = _setting(
+        "",
+        "PHUB_PBOX",
+        "HOST:PORT of a running PBox, or of its shards, HOST:PORT,...; empty: one is started",
+    )
     pbox_cores: int = _setting(
-        0, "PHUB_PBOX_CORES", "cores of a PBox we start; 0: one per CPU, at most 8"
+        0,
+        "PHUB_PBOX_CORES",
+        "cores of a PBox we start; 0: one per CPU, at most 8, and one for a shard of pshard",
+    )
+    shards: str = _setting(
+        "host", "PHUB_SHARDS", "pshard starts a shard on every host, or for every rank: host | rank"
     )
     job: str = _setting("", "PHUB_JOB", "name of the job (namespace) on the PBox")
-    token: str = _setting("", "PHUB_TOKEN", "job token to join a job made by someone else")
+    token: str = _setting(
+        "", "PHUB_TOKEN", "job token, TOKEN,... of shards, to join a job made by someone else"
+    )
     admin_token: str = _setting(
         "", "PHUB_ADMIN_TOKEN", "what creating a job on a PBox proves; needed beyond loopback"
     )
@@ -98,6 +109,8 @@ class Config:
         """Raise ConfigError when a value is out of its range."""
         if self.lane not in ("auto", "shm", "tcp"):
             raise ConfigError(f"[config] PHUB_LANE={self.lane!r}: expected auto, shm or tcp")
+        if self.shards not in ("host", "rank"):
+            raise ConfigError(f"[config] PHUB_SHARDS={self.shards!r}: expected host or rank")
         if not 4 << 10 <= self.chunk_bytes <= 4 << 20 or self.chunk_bytes % 64:
             raise ConfigError(
                 f"[config] PHUB_CHUNK_BYTES={self.chunk_bytes}: expected a multiple of 64 "

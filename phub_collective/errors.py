@@ -32,7 +32,7 @@ class PeerLost(PhubError):
     """A rank or a PBox died or closed its connection.
 
     Attributes:
-        rank: the rank that was lost, or -1 for the PBox server.
+        rank: the rank that was lost; below 0 a server: -1 the PBox, or -2 - s, shard s of several.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from typing import Any, TypeVar, cast
@@ -27,6 +28,7 @@ from phub_collective.backends.base import (
 from phub_collective.backends.pbox.backend import PboxBackend
 from phub_collective.backends.pbox.connection import Connection
 from phub_collective.backends.pbox.exchange import PboxExchange
+from phub_collective.backends.pbox.handshake import invitations
 from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
 from phub_collective.backends.pbox.service import Service, create_service
 from phub_collective.config import Config
@@ -92,10 +94,12 @@ class Box:
 
     def job(self, size: int, lane: str = "auto", chunk_bytes: int = 32 << 10, **config: Any) -> Job:
         """A new job; nobody is connected yet."""
+        return sharded_job([self], size, lane, chunk_bytes, **config)
+
+    def new_name(self) -> str:
+        """Of a job."""
         self._jobs += 1
-        name = f"job{self._jobs}"
-        token = create_service(self.address, name, size, chunk_bytes)
-        return Job(self.address, name, token, size, Config(lane=lane, **config))
+        return f"job{self._jobs}"
 
     def wait_until_idle(self) -> None:
         """All jobs are over."""
@@ -112,6 +116,24 @@ def box(**options: Any) -> Iterator[Box]:
         made.server.close()
 
 
+def sharded_job(
+    boxes: Sequence[Box],
+    size: int,
+    lane: str = "auto",
+    chunk_bytes: int = 32 << 10,
+    **config: Any,
+) -> Job:
+    """A new job whose chunks these PBoxes share; nobody is connected yet."""
+    address, name = ",".join(box.address for box in boxes), boxes[0].new_name()
+    token = create_service(address, name, size, chunk_bytes)
+    return Job(address, name, token, size, Config(lane=lane, **config))
+
+
+def hang_up(connection: Connection) -> None:
+    """Break a rank's control connection to its (first) PBox."""
+    connection._controls[0]._sock.shutdown(socket.SHUT_RDWR)
+
+
 @dataclasses.dataclass
 class Job:
     """What is needed to join a job."""
@@ -123,7 +145,7 @@ class Job:
     config: Config
 
     def connect(self, rank: int) -> Connection:
-        return Connection(self.address, self.name, self.token, rank, self.config)
+        return Connection(invitations(self.address, self.name, self.token), rank, self.config)
 
     def service(self, rank: int) -> Service:
         return Service(self.connect(rank))
@@ -135,7 +157,7 @@ class Job:
     def backend(self, rank: int) -> PboxBackend:
         """A rank's backend, without the rendezvous through which ranks find the PBox."""
         context = Context(rank, self.size, rank, self.size, cast(Any, None), self.config)
-        return PboxBackend(context, self.connect(rank), None)
+        return PboxBackend("pbox", context, self.connect(rank), None)
 
     def exchange(self, rank: int, spec: ExchangeSpec) -> Model:
         return Model(self.connect(rank), spec)

@@ -13,6 +13,7 @@ NO_GRAD: int  # flags of a push
 INIT: int
 MAX_PAYLOAD: int  # bytes of a frame, on any lane
 MAX_WORKERS: int  # of a job
+NO_CORE: int  # of a chunk that another shard owns
 
 _Bytes = NDArray[np.uint8]
 
@@ -160,17 +161,23 @@ class Server:
 class PboxClient:
     """A worker's end of a PBox. See pbox_client.h."""
 
-    def __init__(self, engine: Engine, rank: int) -> None: ...
+    def __init__(self, engine: Engine, rank: int, cores: int = 0) -> None: ...
     def attach_tcp(self, core: int, fd: int, options: TcpOptions, max_payload: int) -> None: ...
     def attach_shm(
         self, core: int, socket: int, memory: int, peer_bell: int, max_payload: int
     ) -> None: ...
-    def add(self, info: TableInfo, answers: Sequence[Memory]) -> None: ...
+    def add(
+        self,
+        info: TableInfo,
+        answers: Sequence[Memory],
+        servers: Sequence[tuple[int, int, int]],
+    ) -> None: ...
     def drop(self, table: int) -> None: ...
     def push(self, table: int, key: int, flags: int, memory: _Bytes) -> None: ...
     def pull(self, table: int, key: int, memory: _Bytes) -> None: ...
     def set_hyper(
         self,
+        table: int,
         group: int,
         lr: float,
         momentum: float,

@@ -169,11 +169,11 @@ Arrivals& JobShard::arrive(const TableShard& shard, Arrivals& arrivals, int rank
 }
 
 // A worker that ends because of an error says so, and the others learn the cause. That it has lost
-// the server is not the cause: here the server is.
+// the server (rank -1) is not the cause: here the server is. Another shard has a rank below that.
 void JobShard::report(int rank, const Header& header, const std::byte* payload) const {
   if (header.length < sizeof(ErrorWire)) refuse(rank, "a short error frame");
   const Error error = unpack_error(payload, header.length);
-  if (error.code != ErrorCode::peer_lost || error.rank >= 0) throw error;
+  if (error.code != ErrorCode::peer_lost || error.rank != -1) throw error;
   throw Error(error.code, "[pbox] rank " + std::to_string(rank) + " was lost: " + error.what(),
               rank);
 }

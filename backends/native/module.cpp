@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "engine.h"
 #include "pbox_client.h"
 #include "server.h"
@@ -201,8 +203,10 @@ void bind_client(py::module_& m) {
   m.attr("INIT") = flag::init;
   m.attr("MAX_PAYLOAD") = kMaxPayload;
   m.attr("MAX_WORKERS") = kMaxWorkers;
+  m.attr("NO_CORE") = kNoCore;
   py::class_<PboxClient>(m, "PboxClient")
-      .def(py::init<Engine&, int>(), py::arg("engine"), py::arg("rank"), py::keep_alive<1, 2>())
+      .def(py::init<Engine&, int, int>(), py::arg("engine"), py::arg("rank"), py::arg("cores") = 0,
+           py::keep_alive<1, 2>())
       .def(
           "attach_tcp",
           [](PboxClient& client, int core, int fd, const TcpOptions& options, size_t max_payload) {
@@ -217,7 +221,16 @@ void bind_client(py::module_& m) {
           },
           py::arg("core"), py::arg("socket"), py::arg("memory"), py::arg("peer_bell"),
           py::arg("max_payload"), Unlocked())
-      .def("add", &PboxClient::add, py::arg("info"), py::arg("answers"), Unlocked())
+      .def(
+          "add",
+          [](PboxClient& client, const TableInfo& info,
+             std::vector<std::shared_ptr<Memory>> answers,
+             const std::vector<std::array<uint32_t, 3>>& servers) {
+            std::vector<WireIds> ids;
+            for (const auto& [key, chunk, group] : servers) ids.push_back({key, chunk, group});
+            client.add(info, std::move(answers), std::move(ids));
+          },
+          py::arg("info"), py::arg("answers"), py::arg("servers"), Unlocked())
       .def("drop", &PboxClient::drop, py::arg("table"), Unlocked())
       .def(
           "push",
@@ -238,13 +251,14 @@ void bind_client(py::module_& m) {
           py::arg("table"), py::arg("key"), py::arg("memory").noconvert())
       .def(
           "set_hyper",
-          [](PboxClient& client, uint32_t group, double lr, double momentum, double dampening,
-             double weight_decay, bool nesterov, bool maximize) {
-            client.set_hyper(group,
+          [](PboxClient& client, uint32_t table, uint32_t group, double lr, double momentum,
+             double dampening, double weight_decay, bool nesterov, bool maximize) {
+            client.set_hyper(table, group,
                              make_hyper(lr, momentum, dampening, weight_decay, nesterov, maximize));
           },
-          py::arg("group"), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
-          py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"), Unlocked())
+          py::arg("table"), py::arg("group"), py::arg("lr"), py::arg("momentum"),
+          py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"),
+          Unlocked())
       .def("done", &PboxClient::done, py::arg("table"), py::arg("key"), Unlocked())
       .def("wait", &PboxClient::wait, py::arg("table"), py::arg("key"), py::arg("timeout_s"),
            Unlocked())

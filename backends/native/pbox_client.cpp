@@ -23,15 +23,14 @@ constexpr size_t kAheadBytes = 512 << 10, kLeastAheadBytes = 64 << 10;
 // The results of a larger tensor would have left the cache before anybody reads them.
 constexpr size_t kCachedBytes = 8 << 20;
 
-template <class Map>
-auto* at_or_before(Map& map, uint32_t id) {
-  auto found = map.upper_bound(id);
-  return found == map.begin() ? nullptr : std::prev(found)->second;
-}
+uint64_t on_server(size_t server, uint32_t id) { return uint64_t{server} << 32 | id; }
+
+size_t index_of(const Lane& lane) { return reinterpret_cast<size_t>(lane.owner); }
 
 }  // namespace
 
-PboxClient::PboxClient(Engine& engine, int rank) : engine_(engine), rank_(rank) {}
+PboxClient::PboxClient(Engine& engine, int rank, int cores)
+    : engine_(engine), rank_(rank), cores_(static_cast<size_t>(cores)) {}
 
 PboxClient::~PboxClient() {
   const auto guard = engine_.lock();
@@ -61,15 +60,18 @@ void PboxClient::attach(int core, std::unique_ptr<Lane> lane) {
   lanes_[index] = &added;
 }
 
-void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers) {
+void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers,
+                     std::vector<WireIds> servers) {
   info.check();
+  if (servers.empty()) servers.push_back({info.first_key, info.first_chunk, 0});
   if (answers.size() != (info.shared_answers ? 2u : 0u))
     throw Error(ErrorCode::internal,
                 "[pbox] expected two answer memories of a table that shares them");
   const auto guard = engine_.lock();
   throw_if_failed();
   for (const ChunkInfo& chunk : info.chunks)
-    if (chunk.core >= lanes_.size() || !lanes_[chunk.core])
+    if (chunk.core >= lanes_.size() || !lanes_[chunk.core] ||
+        server_of(chunk.core) >= servers.size())
       throw Error(ErrorCode::internal, "[pbox] no lane to core " + std::to_string(chunk.core));
   auto shard = std::make_unique<Shard>();
   shard->keys.resize(info.keys.size());
@@ -81,8 +83,11 @@ void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answer
   }
   shard->info = std::move(info);
   shard->answers = std::move(answers);
-  by_chunk_[shard->info.first_chunk] = shard.get();
-  by_key_[shard->info.first_key] = shard.get();
+  for (size_t server = 0; server < servers.size(); ++server) {
+    by_chunk_[on_server(server, servers[server].chunk)] = shard.get();
+    by_key_[on_server(server, servers[server].key)] = shard.get();
+  }
+  shard->ids = std::move(servers);
   tables_[shard->info.id] = std::move(shard);
 }
 
@@ -95,9 +100,11 @@ void PboxClient::drop(uint32_t table) {
 }
 
 void PboxClient::forget(Shard& gone) {
+  for (size_t server = 0; server < gone.ids.size(); ++server) {
+    by_chunk_.erase(on_server(server, gone.ids[server].chunk));
+    by_key_.erase(on_server(server, gone.ids[server].key));
+  }
   const uint32_t id = gone.info.id;
-  by_chunk_.erase(gone.info.first_chunk);
-  by_key_.erase(gone.info.first_key);
   tables_.erase(id);
 }
 
@@ -117,14 +124,27 @@ PboxClient::Key& PboxClient::startable(Shard& shard, uint32_t key) {
   return state;
 }
 
-PboxClient::Shard* PboxClient::by_chunk(uint32_t id) {
-  Shard* found = at_or_before(by_chunk_, id);
-  return found && id - found->info.first_chunk < found->pending.size() ? found : nullptr;
+PboxClient::Place PboxClient::find(const Firsts& firsts, const Lane& lane, uint32_t id) const {
+  const uint64_t wanted = on_server(server_of(index_of(lane)), id);
+  auto found = firsts.upper_bound(wanted);
+  if (found == firsts.begin()) return {nullptr, 0};
+  --found;
+  const uint64_t index = wanted - found->first;
+  return {index > UINT32_MAX ? nullptr : found->second, static_cast<uint32_t>(index)};
 }
 
-PboxClient::Shard* PboxClient::by_key(uint32_t id) {
-  Shard* found = at_or_before(by_key_, id);
-  return found && id - found->info.first_key < found->keys.size() ? found : nullptr;
+PboxClient::Place PboxClient::chunk_at(const Lane& lane, uint32_t id) const {
+  const Place found = find(by_chunk_, lane, id);
+  if (!found.shard || found.index >= found.shard->pending.size())
+    throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
+  return found;
+}
+
+PboxClient::Place PboxClient::key_at(const Lane& lane, uint32_t id) const {
+  const Place found = find(by_key_, lane, id);
+  if (!found.shard || found.index >= found.shard->keys.size())
+    throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown key");
+  return found;
 }
 
 void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory) {
@@ -165,7 +185,7 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
     const Header header{kind,
                         flags,
                         static_cast<uint16_t>(rank_),
-                        info.first_chunk + index,
+                        target.ids[server_of(chunk.core)].chunk + index,
                         state.step,
                         payload ? chunk.bytes : 0};
     target.pending[index] = 1;
@@ -190,8 +210,12 @@ void PboxClient::post() {
 void PboxClient::send_key(Shard& target, uint32_t key, uint8_t flags) {
   Key& state = target.keys[key];
   for (const uint16_t core : state.cores) {
-    const Header header{FrameKind::push_key,         flags,      static_cast<uint16_t>(rank_),
-                        target.info.first_key + key, state.step, 0};
+    const Header header{FrameKind::push_key,
+                        flags,
+                        static_cast<uint16_t>(rank_),
+                        target.ids[server_of(core)].key + key,
+                        state.step,
+                        0};
     ++state.outstanding;
     outstanding_[core] += lanes_[core]->footprint(0);
     lanes_[core]->send(header, nullptr);
@@ -215,20 +239,22 @@ void PboxClient::started(Shard& target) {
   engine_.kick();
 }
 
-void PboxClient::set_hyper(uint32_t group, const HyperWire& hyper) {
+void PboxClient::set_hyper(uint32_t table, uint32_t group, const HyperWire& hyper) {
   const auto guard = engine_.lock();
   throw_if_failed();
-  const Header header{FrameKind::hyper, 0, static_cast<uint16_t>(rank_), group, 0, sizeof hyper};
-  for (Lane* lane : lanes_)
-    if (lane) lane->send_copy(header, &hyper);
+  Header header{FrameKind::hyper, 0, static_cast<uint16_t>(rank_), 0, 0, sizeof hyper};
+  const std::vector<WireIds>& ids = shard(table).ids;
+  for (Lane* lane : lanes_) {
+    if (!lane) continue;
+    header.id = ids.at(server_of(index_of(*lane))).group + group;
+    lane->send_copy(header, &hyper);
+  }
   engine_.kick();
 }
 
-std::byte* PboxClient::destination(Lane&, const Header& header) {
+std::byte* PboxClient::destination(Lane& lane, const Header& header) {
   if (header.kind != FrameKind::result) return nullptr;
-  Shard* target = by_chunk(header.id);
-  if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
-  const uint32_t index = header.id - target->info.first_chunk;
+  const auto [target, index] = chunk_at(lane, header.id);
   const ChunkInfo& chunk = target->info.chunks[index];
   if (!target->pending[index] || header.length != chunk.bytes)
     throw Error(ErrorCode::protocol,
@@ -246,13 +272,10 @@ void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payloa
   if (header.kind != FrameKind::result)
     throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
   if (header.flags & flag::arena) {
-    Shard* target = by_key(header.id);
-    if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown key");
-    return answered(*target, lane, header.id - target->info.first_key, lane.footprint(0));
+    const auto [target, key] = key_at(lane, header.id);
+    return answered(*target, lane, key, lane.footprint(0));
   }
-  Shard* target = by_chunk(header.id);
-  if (!target) throw Error(ErrorCode::protocol, "[pbox] the server answered an unknown chunk");
-  const uint32_t index = header.id - target->info.first_chunk;
+  const auto [target, index] = chunk_at(lane, header.id);
   if (!header.length) copy_answer(*target, index, header);
   target->pending[index] = 0;
   answered(*target, lane, target->info.chunks[index].key, answer_bytes(*target, lane, index));
@@ -279,7 +302,7 @@ void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes)
   Key& state = target.keys[key];
   if (!state.outstanding)
     throw Error(ErrorCode::protocol, "[pbox] the server answered a key twice");
-  outstanding_[reinterpret_cast<size_t>(lane.owner)] -= bytes;
+  outstanding_[index_of(lane)] -= bytes;
   if (--state.outstanding) return;
   if (!state.pulling) ++state.step;
   if (--target.outstanding == 0 && target.dropped) forget(target);
@@ -290,9 +313,15 @@ void PboxClient::answered(Shard& target, Lane& lane, uint32_t key, size_t bytes)
   }
 }
 
-void PboxClient::closed(Lane&, const Error& why) {
+void PboxClient::closed(Lane& lane, const Error& why) {
+  const size_t servers = cores_ ? lanes_.size() / cores_ : 1;
+  const size_t server = server_of(index_of(lane));
+  std::string name = "the PBox server";
+  if (servers > 1) name = "shard " + std::to_string(server) + " of " + std::to_string(servers);
+  // Which of several it is the rank tells, too: -2 - server (see PeerLost in errors.py).
+  const int rank = servers > 1 ? -2 - static_cast<int>(server) : -1;
   if (!failed_ && !closing_)
-    failed_ = Error(why.code, std::string("[pbox] the PBox server was lost: ") + why.what());
+    failed_ = Error(why.code, "[pbox] " + name + " was lost: " + why.what(), rank);
   engine_.completed();
 }
 

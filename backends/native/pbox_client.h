@@ -15,14 +15,23 @@
 
 namespace phub {
 
+// What one server calls a table's first key, chunk and parameter group.
+struct WireIds {
+  uint32_t key = 0, chunk = 0, group = 0;
+};
+
 class PboxClient : public Sink {
  public:
-  PboxClient(Engine& engine, int rank);
+  // cores: of each server, where several share the job's chunks (shards). Lane i then leads to core
+  // i mod cores of server i / cores, and so do the chunks of a table. 0: there is one server.
+  PboxClient(Engine& engine, int rank, int cores = 0);
   ~PboxClient() override;
 
   void attach(int core, std::unique_ptr<Lane> lane);
-  // A table as registered on the server; with shared_answers, its two answer memories.
-  void add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers);
+  // A table as registered on all servers, and what each of them calls it (none given: the one
+  // server, whose ids are in `info`); with shared_answers, its two answer memories.
+  void add(TableInfo info, std::vector<std::shared_ptr<Memory>> answers,
+           std::vector<WireIds> servers = {});
   // Later calls with this table throw. Answers that are still to come are thrown away, but what was
   // pushed must stay valid until `close`, since it may not have left.
   void drop(uint32_t table);
@@ -33,8 +42,8 @@ class PboxClient : public Sink {
   void push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory);
   // Asks for the current weights of a key into `memory` (server optimizer, not in place).
   void pull(uint32_t table, uint32_t key, std::byte* memory);
-  // Hyperparameters of a parameter group for all later pushes.
-  void set_hyper(uint32_t group, const HyperWire& hyper);
+  // Hyperparameters of a table's parameter group for all later pushes.
+  void set_hyper(uint32_t table, uint32_t group, const HyperWire& hyper);
 
   // Answered, or failed. Moves lanes, never sleeps.
   bool done(uint32_t table, uint32_t key);
@@ -71,16 +80,24 @@ class PboxClient : public Sink {
   };
   struct Shard {
     TableInfo info;
+    std::vector<WireIds> ids;  // by server
     std::vector<std::shared_ptr<Memory>> answers;
     std::vector<Key> keys;
     std::vector<uint8_t> pending;  // per chunk: its answer is to come
     uint32_t outstanding = 0;      // keys without their answer
     bool dropped = false;          // lives on for the answers that are still to come
   };
+  using Firsts = std::map<uint64_t, Shard*>;  // by server and first id on its wire
+  struct Place {
+    Shard* shard;
+    uint32_t index;
+  };
   Shard& shard(uint32_t table);
   Key& startable(Shard& shard, uint32_t key);  // throws when it is in flight
-  Shard* by_chunk(uint32_t id);
-  Shard* by_key(uint32_t id);
+  size_t server_of(size_t lane) const { return cores_ ? lane / cores_ : 0; }
+  Place find(const Firsts& firsts, const Lane& lane, uint32_t id) const;
+  Place chunk_at(const Lane& lane, uint32_t id) const;  // throws when there is none
+  Place key_at(const Lane& lane, uint32_t id) const;    // likewise
   void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
   void post();
   void send_key(Shard& shard, uint32_t key, uint8_t flags);
@@ -95,10 +112,11 @@ class PboxClient : public Sink {
 
   Engine& engine_;
   const int rank_;
-  std::vector<Lane*> lanes_;           // by core
+  const size_t cores_;                 // see the constructor
+  std::vector<Lane*> lanes_;           // by core, of all servers
   std::vector<size_t> outstanding_;    // by core: bytes of answers to come
   std::map<uint32_t, std::unique_ptr<Shard>> tables_;  // by id
-  std::map<uint32_t, Shard*> by_chunk_, by_key_;       // by first id on the wire
+  Firsts by_chunk_, by_key_;
   // Chunks in the order of their pushes, which all workers share, so that the chunks of all of them
   // meet early: lanes compete for one link, and a lane that ran ahead would only have its chunks
   // wait at the core for those that others' lanes hold back.

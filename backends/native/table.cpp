@@ -4,6 +4,22 @@
 #include <string>
 
 namespace phub {
+namespace {
+
+// Chunks of other shards need no memory here: those of this one move together.
+void pack(TableInfo& info) {
+  uint64_t end = 0;
+  for (ChunkInfo& chunk : info.chunks) {
+    if (chunk.core == kNoCore) continue;
+    chunk.offset = end;
+    end += (chunk.bytes + 63) / 64 * 64;
+  }
+  info.bytes = end;
+}
+
+bool is_elsewhere(const ChunkInfo& chunk) { return chunk.core == kNoCore; }
+
+}  // namespace
 
 void TableInfo::check() const {
   const auto refuse = [](const std::string& what) {
@@ -18,6 +34,8 @@ void TableInfo::check() const {
   }
   if (shared_answers && (arena || server))
     refuse("answers are shared where gradients are only reduced");
+  if ((arena || shared_answers) && std::any_of(chunks.begin(), chunks.end(), is_elsewhere))
+    refuse("memory is not shared with several servers");
   for (const ChunkInfo& chunk : chunks) {
     if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
     const KeyInfo& key = keys[chunk.key];
@@ -29,6 +47,7 @@ void TableInfo::check() const {
 
 Table::Table(TableInfo table, int workers) : info(std::move(table)) {
   info.check();
+  if (std::any_of(info.chunks.begin(), info.chunks.end(), is_elsewhere)) pack(info);
   const auto& keys = info.keys;
   const bool narrow =
       std::any_of(keys.begin(), keys.end(), [](auto& k) { return is_16bit(k.dtype); });

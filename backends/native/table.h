@@ -20,6 +20,8 @@ struct KeyInfo {
   uint32_t chunks;
 };
 
+inline constexpr uint16_t kNoCore = UINT16_MAX;  // of a chunk that another shard owns
+
 struct ChunkInfo {
   uint64_t offset;
   uint32_t bytes;
@@ -47,8 +49,9 @@ struct TableInfo {
 
 inline bool is_16bit(DType t) { return item_size(t) == 2; }
 
-// The server's memory of a table. Buffers have the arena's layout; those in the accumulator type
-// are `wide`: twice as large when the table holds 16-bit floats.
+// The server's memory of a table. Buffers have the arena's layout, but a shard's hold its own chunks
+// only, side by side; `info` then has their places there. Those in the accumulator type are `wide`:
+// twice as large when the table holds 16-bit floats.
 struct Table {
   explicit Table(TableInfo info, int workers);
 

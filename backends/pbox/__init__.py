@@ -1,4 +1,4 @@
-"""The PBox parameter server: placement, server, and the worker's end."""
+"""The PBox parameter server: placement, server, the worker's end, and where servers run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_available() -> str | None:
 
 
 def create(context: Context) -> Backend:
-    """Connect to the job's PBox (see backend.create). Collective."""
-    from phub_collective.backends.pbox import backend
+    """Connect to the job's PBox (see deploy.py). Collective."""
+    from phub_collective.backends.pbox import deploy
 
-    return backend.create(context)
+    return deploy.connect(context, "pbox", deploy.central)

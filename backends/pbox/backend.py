@@ -1,13 +1,10 @@
-"""The PBox as a backend: ad-hoc operations and model exchanges through one connection."""
+"""The PBox, or its shards, as a backend: ad-hoc operations and exchanges through one connection."""
 
 from __future__ import annotations
 
 import functools
-import json
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -29,17 +26,8 @@ from phub_collective.backends.operations import check
 from phub_collective.backends.pbox.connection import Connection, RegisteredTable
 from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec
-from phub_collective.backends.pbox.launch import LocalServer, start_server
-from phub_collective.backends.pbox.protocol import error_message, new_token, raise_error
-from phub_collective.backends.pbox.service import create_service
-from phub_collective.errors import (
-    AuthError,
-    ConfigError,
-    DuplicateName,
-    InternalError,
-    PeerLost,
-    PhubError,
-)
+from phub_collective.backends.pbox.launch import LocalServer
+from phub_collective.errors import DuplicateName, PhubError
 
 
 @dataclass
@@ -112,17 +100,16 @@ class PboxBackend(Backend):
     """See `Backend`.
 
     Attributes:
-        server_pid: process of the PBox, for measurements on its host.
+        server_pids: processes of the PBox or of its shards, for measurements on their hosts.
     """
 
-    name = "pbox"
-
     def __init__(
-        self, context: Context, connection: Connection, server: LocalServer | None
+        self, name: str, context: Context, connection: Connection, server: LocalServer | None
     ) -> None:
-        self.context = context
+        """`server`: one that this rank has started, which ends with the backend."""
+        self.name, self.context = name, context
         self.connection = connection
-        self.server_pid = connection.server_pid
+        self.server_pids = connection.server_pids
         self._server = server
         self._core = load()
         self._lock = threading.Lock()
@@ -196,76 +183,9 @@ class PboxBackend(Backend):
         )
 
     def open_exchange(self, spec: ExchangeSpec) -> Exchange:
-        return PboxExchange(self.connection, spec, self._chunk_bytes)
+        return PboxExchange(self.connection, spec, self._chunk_bytes, self.name)
 
     def close(self) -> None:
         self.connection.close()
         if self._server is not None:
             self._server.stop()
-
-
-def create(context: Context) -> Backend:
-    """Connect to the PBox of PHUB_PBOX, or to one that rank 0 starts on its host. Collective."""
-    server: LocalServer | None = None
-    invitation: dict[str, object] = {}
-    if context.rank == 0:
-        try:
-            server, invitation = _invite(context)
-        except Exception as error:  # whatever it is, the others wait to be told
-            invitation = error_message(_typed(error))
-    value = json.dumps(invitation).encode()
-    try:
-        shared = json.loads(context.rendezvous.all_gather("pbox", value)[0])
-        raise_error(shared)
-        connection = _connect(shared, context)
-    except BaseException:
-        if server is not None:
-            server.stop()
-        raise
-    return PboxBackend(context, connection, server)
-
-
-def _typed(error: Exception) -> PhubError:
-    if isinstance(error, PhubError):
-        return error
-    return InternalError(f"[pbox] rank 0 could not bring the others to a PBox: {error!r}")
-
-
-def _invite(context: Context) -> tuple[LocalServer | None, dict[str, object]]:
-    """Rank 0: where the PBox is, and the job on it."""
-    config, server = context.config, None
-    addresses, admin_token = [config.pbox], config.admin_token
-    job = config.job or f"job-{new_token()[:12]}"
-    if config.token:
-        if not (config.pbox and config.job):
-            raise ConfigError("[pbox] PHUB_TOKEN needs PHUB_PBOX and PHUB_JOB too")
-        return None, {"addresses": addresses, "job": job, "token": config.token}
-    if not config.pbox:
-        server = start_server(config, all_local=context.local_size == context.size)
-        addresses, admin_token = server.addresses, server.admin_token
-    try:
-        token = create_service(addresses[0], job, context.size, config.chunk_bytes, admin_token)
-    except BaseException:
-        if server is not None:
-            server.stop()
-        raise
-    # Loopback is another host for others, where something else may listen.
-    beyond = [address for address in addresses if not address.startswith("127.")]
-    return server, {"addresses": beyond or addresses, "job": job, "token": token}
-
-
-def _connect(invitation: Mapping[str, Any], context: Context) -> Connection:
-    """Through the first of the addresses at which the job is known."""
-    job, token = invitation["job"], invitation["token"]
-    failures: list[PhubError] = []
-    for address in invitation["addresses"]:
-        try:
-            return Connection(address, job, token, context.rank, context.config)
-        except (PeerLost, AuthError) as error:  # not there, or another PBox is
-            failures.append(error)
-    if len(failures) == 1:
-        raise failures[0]
-    raise PeerLost(
-        f"[pbox] rank {context.rank} found the job's PBox at none of its host's addresses; "
-        "open one of them, or start phub serve and set PHUB_PBOX: " + "; ".join(map(str, failures))
-    )

@@ -1,28 +1,28 @@
-"""A worker's connection to a PBox: the control connection, the lanes, and waiting with a limit."""
+"""A rank's connection to the PBox of its job, or to all of its shards: the control connections, the
+lanes, the tables that are registered with all of them, and waiting with a limit."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from phub_collective.backends.base import layout
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
-from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS, Identity, join, open_lane
+from phub_collective.backends.pbox.control import Control
+from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS, Invitation, Welcome
 from phub_collective.backends.pbox.keytable import TableIds, TableSpec, native_table
 from phub_collective.backends.waiting import Missing, Waiter
 from phub_collective.config import Config
 from phub_collective.errors import (
     ConfigError,
     DuplicateName,
-    PeerLost,
     PeerTimeout,
     PhubError,
-    ProtocolError,
     rank_of,
     to_code,
 )
@@ -32,199 +32,197 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RegisteredTable:
-    """The server's answer to a registration, already known to the native client."""
+    """The servers' answer to a registration, already known to the native client.
+
+    Attributes:
+        ids: those of the first shard; its table's number is the client's, too.
+    """
 
     ids: TableIds
     arena: bool
     descriptors: list[int]  # memory files: this rank's arena, then the shared weights, if any
 
 
-# Called on the reader's thread with the table, or with what was wrong.
+# Called on a reader's thread with the table, or with what was wrong.
 OnRegistered = Callable[[RegisteredTable | None, PhubError | None], None]
 
 
+@dataclass
+class Registration:
+    """A table that is not registered with all shards yet, and what they have answered."""
+
+    spec: TableSpec
+    callback: OnRegistered
+    answers: dict[int, protocol.Message] = field(default_factory=dict)
+
+
 class Connection:
-    """Everything between one rank and one PBox. Thread-safe.
+    """Everything between one rank and the PBoxes of its job. Thread-safe.
 
     Attributes:
         client: the native PboxClient.
-        transport: "shm" or "tcp", of all lanes.
-        workers, cores: of the job, of the server.
-        server_pid: process of the server (meaningful on its host).
+        workers: of the job.
+        shards: number of PBoxes that share the job's chunks.
+        server_pids: their processes (meaningful on their hosts).
     """
 
-    def __init__(self, address: str, job: str, token: str, rank: int, config: Config) -> None:
-        """Connect and open a lane to every core.
+    def __init__(self, invitations: Sequence[Invitation], rank: int, config: Config) -> None:
+        """Connect and open a lane to every core. `invitations`: by shard, in the same order on
+        every rank.
 
         Raises:
-            AuthError: wrong token. ConfigError: the lane asked for cannot be had.
-            PeerLost: nobody listens at `address` ("HOST:PORT").
+            AuthError: wrong token. PeerLost: nobody listens there.
+            ConfigError: the lane asked for cannot be had, or the servers are no shards of one job.
         """
         self._core = load()
         self.rank, self.config = rank, config
-        self._who = Identity(address, job, token, rank)
         self.engine = self._core.Engine(config.spin_us)
-        self.client = self._core.PboxClient(self.engine, rank)
-        self._sending = threading.Lock()
         self._lock = threading.Lock()
-        self._callbacks: dict[str, tuple[TableSpec, OnRegistered]] = {}
+        self._callbacks: dict[str, Registration] = {}
         self._memories: dict[int, object] = {}
-        self._stalled: list[tuple[str, list[int]]] | None = None
+        self._stalled: dict[int, list[tuple[str, list[int]]]] = {}
         self._news = threading.Condition(self._lock)
-        self._lanes_ready: set[int] = set()
+        self._lanes_ready: set[tuple[int, int]] = set()
         self._closed = False
         self._error: PhubError | None = None
-        self._control, welcome, self.transport = join(self._who, config.lane)
-        protocol.limit_sending(self._control, config.stall_timeout)  # ends first
-        unread_s = int(config.stall_timeout + config.timeout) + 1
-        protocol.keep_alive(self._control, max(1, int(config.timeout)), unread_s)
-        self._welcome = welcome
-        self.workers, self.cores = welcome.workers, welcome.cores
-        self.server_pid, self.chunk_bytes = welcome.pid, welcome.chunk_bytes
-        self._reader = threading.Thread(target=self._read, name=f"phub-control-{rank}", daemon=True)
-        self._reader.start()
+        self._controls: list[Control] = []
         try:
-            for core in range(self.cores):
-                self._open_lane(core)
-            self._await(
-                lambda: len(self._lanes_ready) == self.cores, HANDSHAKE_SECONDS, "its lanes"
-            )
+            for shard, invitation in enumerate(invitations):
+                control = Control(invitation, rank, config, shard, self._handle, self._fail)
+                self._controls.append(control)
+            self.shards = len(self._controls)
+            self._welcome = _common([control.welcome for control in self._controls])
+            self.client = self._core.PboxClient(self.engine, rank, self._welcome.cores)
+        except BaseException:
+            for control in self._controls:
+                control.close()
+            raise
+        self.workers, self.chunk_bytes = self._welcome.workers, self._welcome.chunk_bytes
+        self.server_pids = [control.welcome.pid for control in self._controls]
+        try:
+            self._open_lanes()
         except BaseException:
             self.close()
             raise
 
     # --- set-up ---
 
-    def _open_lane(self, core: int) -> None:
-        sock, descriptors = open_lane(
-            self._who, self._welcome, core, self.transport, self.config.congestion
-        )
+    def _open_lanes(self) -> None:
+        cores = self._welcome.cores
+        for control in self._controls:
+            control.start()
+            for core in range(cores):
+                self._open_lane(control, core)
+        lanes = cores * self.shards
+        self._await(lambda: len(self._lanes_ready) == lanes, HANDSHAKE_SECONDS, "its lanes")
+
+    def _open_lane(self, control: Control, core: int) -> None:
+        sock, descriptors = control.open_lane(core)
         payload = protocol.lane_payload(self.chunk_bytes)
-        carrier = self.transport
-        if self.transport == "tcp":
+        carrier = control.transport
+        cores = self._welcome.cores
+        lane = control.shard * cores + core
+        if carrier == "tcp":
             config = self.config
             options = self._core.TcpOptions(
                 config.congestion,
                 config.socket_buffer,
                 max(1, int(config.timeout)),
-                protocol.lane_unsent(self.cores),
+                protocol.lane_unsent(cores * self.shards),
             )
             fd = sock.detach()
-            self.client.attach_tcp(core, fd, options, payload)
+            self.client.attach_tcp(lane, fd, options, payload)
             carrier = f"tcp ({self._core.congestion_control(fd)})"
         else:
             (memory,) = descriptors
-            self.client.attach_shm(core, sock.detach(), memory, protocol.NO_BELL, payload)
-        log.info("[pbox] rank %d: %s to core %d", self.rank, carrier, core)
+            self.client.attach_shm(lane, sock.detach(), memory, protocol.NO_BELL, payload)
+        log.info("[pbox] rank %d: %s to core %d of %s", self.rank, carrier, core, control.name)
 
-    # --- the control connection ---
+    # --- the control connections ---
 
-    def _read(self) -> None:
-        """The reader's thread: answers to registrations and questions, and the end."""
-        try:
-            while True:
-                self._handle(*self._receive())
-        except (PeerLost, OSError) as error:
-            if not self._closed:
-                self._fail(PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}"))
-        except PhubError as error:
-            self._fail(error)
-        except Exception as error:  # whatever the server sends, those who wait must be told
-            text = f"[pbox] rank {self.rank} got a malformed message from the server: {error!r}"
-            self._fail(ProtocolError(text))
-
-    def _receive(self) -> tuple[protocol.Message, list[int]]:
-        if self._control.family == socket.AF_UNIX:
-            return protocol.receive_with_descriptors(self._control)
-        return protocol.receive(self._control), []
-
-    def _handle(self, message: protocol.Message, descriptors: list[int]) -> None:
+    def _handle(self, shard: int, message: protocol.Message, descriptors: list[int]) -> None:
         op = message.get("op")
         if op == "registered":
-            self._registered(message, descriptors)
+            self._registered(shard, message, descriptors)
             return
         protocol.close_all(descriptors)
         protocol.raise_error(message)
         with self._news:
             if op == "lane":
-                self._lanes_ready.add(int(message["core"]))
+                self._lanes_ready.add((shard, int(message["core"])))
             elif op == "stalled":
-                self._stalled = [(str(name), list(ranks)) for name, ranks in message["found"]]
+                found = [(str(name), list(ranks)) for name, ranks in message["found"]]
+                self._stalled[shard] = found
             self._news.notify_all()
 
-    def _registered(self, message: protocol.Message, descriptors: list[int]) -> None:
-        """Tell the callback what became of its table. Whatever is wrong with the answer, the
-        callback is told here, or is still there for `_fail` to tell."""
+    def _registered(self, shard: int, message: protocol.Message, descriptors: list[int]) -> None:
+        """Tell the callback what became of its table, when the last shard has answered. Whatever is
+        wrong with the answers, it is told here, or is still there for `_fail` to tell."""
         name = str(message["name"])
-        with self._lock:
-            expected = self._callbacks.get(name)
-        if expected is None:
-            # Another rank's mismatch, before this rank registered: said again when it does. Or the
-            # answer to a registration that was given up.
-            protocol.close_all(descriptors)
-            return
+        try:
+            if message.get("over"):
+                protocol.raise_error(message)  # the connection ends, as the job has on that shard
+            with self._lock:
+                expected = self._callbacks.get(name)
+                # None: another rank's mismatch, before this rank registered: said again when it
+                # does. Or the answer to a registration that was given up.
+                if expected is None:
+                    return
+                expected.answers[shard] = message
+                is_last = len(expected.answers) == self.shards
+            if is_last:
+                self._settle(name, expected, descriptors)
+        finally:
+            protocol.close_all(descriptors)  # those that nobody has taken
+
+    def _settle(self, name: str, expected: Registration, descriptors: list[int]) -> None:
         table: RegisteredTable | None = None
         error: PhubError | None = None
         try:
-            protocol.raise_error(message)
-            table = self._adopt(expected[0], message, descriptors)
+            table = self._adopt(expected, descriptors)
         except PhubError as refused:
             error = refused
-        finally:
-            protocol.close_all(descriptors)  # those that nobody has taken
         with self._lock:
             untold = self._callbacks.pop(name, None) is not None  # by `_fail`, meanwhile
         if untold:
-            expected[1](table, error)
+            expected.callback(table, error)
         elif table is not None:
             protocol.close_all(table.descriptors)
 
-    def _adopt(
-        self, spec: TableSpec, message: protocol.Message, descriptors: list[int]
-    ) -> RegisteredTable:
+    def _adopt(self, registration: Registration, descriptors: list[int]) -> RegisteredTable:
         """Make the native client know a table. Takes the descriptors that it uses off the list."""
-        ids, local = TableIds(*message["ids"]), bool(message["local"])
+        spec = registration.spec
+        messages = [registration.answers[shard] for shard in range(self.shards)]
+        refusals = [message for message in messages if "error" in message]
+        if refusals:
+            made = [shard for shard, one in enumerate(messages) if "error" not in one]
+            self._tell_closed(spec.name, made)
+            protocol.raise_error(refusals[0])
+        ids = [TableIds(*message["ids"]) for message in messages]
+        local = all(bool(message["local"]) for message in messages)
         answers = []
         try:
             while local and not spec.model and descriptors:
                 size, read_only = layout(spec.keys)[1], self._core.Access.READ_ONLY
                 answers.append(self._core.Memory.attach(descriptors.pop(0), size, read_only))
-            interfaces = len(self._welcome.interfaces)
-            info = native_table(spec, ids, self.workers, self.cores, interfaces, local)
-            self.client.add(info, answers)
+            extent = self.workers, self._welcome.cores, len(self._welcome.interfaces)
+            info = native_table(spec, ids[0], *extent, local, self.shards)
+            on_wire = [(one.first_key, one.first_chunk, one.first_group) for one in ids]
+            self.client.add(info, answers, on_wire)
         except PhubError:
-            self.close_table(spec.name, ids)  # the others shall not wait for this rank
+            self.close_table(spec.name, ids[0])  # the others shall not wait for this rank
             raise
         kept, descriptors[:] = list(descriptors), []
-        return RegisteredTable(ids, local and spec.model, kept)
+        return RegisteredTable(ids[0], local and spec.model, kept)
 
     def _fail(self, error: PhubError) -> None:
         self.client.fail(to_code(error), rank_of(error), str(error))
         with self._news:
             self._error = self._error or error
-            callbacks, self._callbacks = list(self._callbacks.values()), {}
+            registrations, self._callbacks = list(self._callbacks.values()), {}
             self._news.notify_all()
-        for _, callback in callbacks:
-            callback(None, error)
-
-    def _send(self, message: protocol.Message, patience: float | None = None) -> None:
-        """`patience`: seconds for the messages of other threads to leave (None: stall_timeout)."""
-        limit = self.config.stall_timeout
-        silent = f"[pbox] the PBox has taken nothing of rank {self.rank} for {limit:g} s"
-        if not self._sending.acquire(timeout=limit if patience is None else patience):
-            raise PeerTimeout(f"{silent}; is it stopped?")
-        try:
-            return protocol.send(self._control, message)
-        except BlockingIOError:
-            lost: PhubError = PeerTimeout(f"{silent}; is it stopped?")
-        except OSError as error:
-            lost = PeerLost(f"[pbox] rank {self.rank} lost the PBox server: {error}")
-        finally:
-            self._sending.release()
-        self._fail(lost)
-        with contextlib.suppress(OSError):  # a part may have left: no other message can follow it
-            self._control.shutdown(socket.SHUT_RDWR)
-        raise lost
+        for registration in registrations:
+            registration.callback(None, error)
 
     def _await(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         with self._news:
@@ -248,11 +246,13 @@ class Connection:
                     f"[pbox] rank {self.rank} registers {spec.name!r}, which it is registering "
                     "already; give every exchange a name of its own"
                 )
-            self._callbacks[spec.name] = (spec, callback)
+            self._callbacks[spec.name] = Registration(spec, callback)
         if instead_of is not None:
             self.client.drop(instead_of.id)
         again = instead_of is not None
-        self._send({"op": "register", "table": spec.to_json(), "again": again})
+        message = {"op": "register", "table": spec.to_json(), "again": again}
+        for control in self._controls:
+            control.send(message)
 
     def give_up(self, name: str) -> bool:
         """Wait no longer for the answer to a registration. False: its callback is being called."""
@@ -268,36 +268,54 @@ class Connection:
         self.client.drop(ids.id)
         if not in_flight:
             self._memories.pop(ids.id, None)
+        self._tell_closed(name, range(self.shards))
+
+    def _tell_closed(self, name: str, shards: Sequence[int]) -> None:
         # Of a job that is over nobody needs to hear; and whoever has not heard why it is over, must
         # not hear this first.
-        if not self._closed and self._error is None and not self.client.failed():
+        if self._closed or self._error is not None or self.client.failed():
+            return
+        for shard in shards:
             with contextlib.suppress(PhubError):
-                self._send({"op": "close", "name": name})
+                self._controls[shard].send({"op": "close", "name": name})
 
     # --- waiting ---
 
-    def stalled(self, seconds: float) -> list[tuple[str, list[int]]] | None:
-        """What the job waits for and which ranks have not come; None when the server is silent."""
+    def stalled(self, seconds: float) -> tuple[dict[str, set[int]], list[str]]:
+        """What the job waits for, and which ranks have not come; and the servers that are silent
+        about it for so long."""
+        deadline = time.monotonic() + seconds
         with self._lock:
-            self._stalled = None
+            self._stalled = {}
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        for control in self._controls:
+            with contextlib.suppress(PhubError):
+                control.send({"op": "stalled"}, left())
         with contextlib.suppress(PhubError):
-            self._send({"op": "stalled"}, seconds)
-            self._await(lambda: self._stalled is not None, seconds, "an answer")
-        return self._stalled
+            self._await(lambda: len(self._stalled) == self.shards, left(), "an answer")
+        with self._lock:
+            answers = dict(self._stalled)
+        found: dict[str, set[int]] = {}
+        for name, ranks in (entry for answer in answers.values() for entry in answer):
+            found.setdefault(name, set()).update(ranks)
+        return found, [one.name for one in self._controls if one.shard not in answers]
 
     def wait(self, step: Callable[[float], bool], what: str, timeout: float | None = None) -> None:
         """See `Waiter.wait`; it is the PBox that knows what is missing from whom."""
         Waiter("pbox", self.rank, self.config).wait(step, what, self._missing, timeout)
 
     def _missing(self, seconds: float) -> Missing:
-        found = self.stalled(seconds)
-        if found is None:
-            return Missing(text="the PBox does not answer: is it stopped, or overloaded?")
-        if not found:
-            return Missing(text="nothing is missing at the PBox")
-        names = ", ".join(f"{name} from ranks {ranks}" for name, ranks in found[:8])
-        ranks = {rank for _, some in found for rank in some}
-        return Missing(tuple(sorted(ranks)), f"missing: {names}")
+        found, silent = self.stalled(seconds)
+        texts = [f"{name} does not answer: is it stopped, or overloaded?" for name in silent[:1]]
+        if found:
+            shown = list(found.items())[:8]
+            names = ", ".join(f"{name} from ranks {sorted(ranks)}" for name, ranks in shown)
+            texts.append(f"missing: {names}")
+        missing = sorted({rank for ranks in found.values() for rank in ranks})
+        return Missing(tuple(missing), "; ".join(texts) or "nothing is missing at the PBox")
 
     def close(self) -> None:
         """Leave the job in good order; idempotent."""
@@ -307,11 +325,32 @@ class Connection:
         self.client.close()
         self._fail(ConfigError(f"[pbox] rank {self.rank} has left the job"))
         self._memories.clear()
-        with contextlib.suppress(PhubError, OSError):
-            protocol.limit_sending(self._control, HANDSHAKE_SECONDS)  # a silent server is left
-            self._send({"op": "bye"}, HANDSHAKE_SECONDS)
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._reader:
-            self._reader.join(HANDSHAKE_SECONDS)
-        self._control.close()
+        for control in self._controls:
+            control.close()
+
+
+def _common(welcomes: Sequence[Welcome]) -> Welcome:
+    """What all shards have in common, as the first one says it.
+
+    Raises:
+        ConfigError: they are not the shards of one job, in their order, or differ in size.
+    """
+    for place, one in enumerate(welcomes):
+        if (one.shard, one.shards) != (place, len(welcomes)):
+            raise ConfigError(
+                f"[pbox] expected shard {place} of {len(welcomes)}, got shard {one.shard} of "
+                f"{one.shards}; name all shards of a job, in the order in which it was created"
+            )
+        sizes = {
+            "workers": (welcomes[0].workers, one.workers),
+            "chunk_bytes": (welcomes[0].chunk_bytes, one.chunk_bytes),
+            "cores": (welcomes[0].cores, one.cores),
+            "interfaces": (len(welcomes[0].interfaces), len(one.interfaces)),
+        }
+        for what, (first, other) in sizes.items():
+            if first != other:
+                raise ConfigError(
+                    f"[pbox] shard 0 has {what} {first}, shard {place} has {other}; start all "
+                    "shards alike"
+                )
+    return welcomes[0]

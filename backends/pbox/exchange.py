@@ -27,10 +27,10 @@ class PboxExchange(Exchange):
     """See `Exchange`. On the PBox's host, over shm lanes, the arena is the server's memory: a core
     reads gradients where they stand and writes the answer in the same place."""
 
-    backend = "pbox"
-
-    def __init__(self, connection: Connection, spec: ExchangeSpec, chunk_bytes: int) -> None:
-        self._connection, self._spec = connection, spec
+    def __init__(
+        self, connection: Connection, spec: ExchangeSpec, chunk_bytes: int, backend: str = "pbox"
+    ) -> None:
+        self._connection, self._spec, self.backend = connection, spec, backend
         self._core = load()
         self._table = TableSpec(
             spec.name,
@@ -72,6 +72,11 @@ class PboxExchange(Exchange):
             raise ConfigError(f"[pbox] place={spec.place!r}; expected 'worker' or 'server'")
         if spec.shared_model and spec.place != "server":
             raise ConfigError("[pbox] shared_model=True needs the optimizer on the server")
+        if spec.shared_model and self._connection.shards > 1:
+            raise ConfigError(
+                f"[pbox] shared_model=True needs one PBox, this job has {self._connection.shards} "
+                "shards, each with a part of the weights; leave it out, or use backend pbox"
+            )
         if spec.place == "server":
             for key in spec.keys:
                 if not key.dtype.is_floating:
@@ -195,7 +200,8 @@ class PboxExchange(Exchange):
             if known or index not in self._groups_with_keys:
                 continue
             self._connection.client.set_hyper(
-                self._ids.first_group + index,
+                self._ids.id,
+                index,
                 hyper.lr,
                 hyper.momentum,
                 hyper.dampening,

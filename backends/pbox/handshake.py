@@ -4,14 +4,15 @@ connection and the lanes. The server's half is in server.py."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol
-from phub_collective.errors import ConfigError, PeerLost, PhubError, ProtocolError
+from phub_collective.backends.pbox.quota import JobSpec
+from phub_collective.errors import AuthError, ConfigError, PeerLost, PhubError, ProtocolError
 
 HANDSHAKE_SECONDS = 10.0  # for each message, on both ends
 
@@ -29,16 +30,34 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Invitation:
+    """What it takes to join a job on one PBox.
+
+    Attributes:
+        addresses: HOST:PORT, each a way to it that may lead there from a worker's host or not.
+        job, token: the job's name and token on that PBox.
+    """
+
+    addresses: Sequence[str]
+    job: str
+    token: str
+
+
+@dataclass(frozen=True)
 class Welcome:
     """What the server tells a rank that has joined.
 
     Attributes:
+        shard, shards: which part of the job's chunks it has, of how many.
+        cores: of this server.
         interfaces: address, port and cores of each interface.
         unix: name of the server's abstract Unix socket.
         pid: the server's process (meaningful on its host).
     """
 
     workers: int
+    shard: int
+    shards: int
     cores: int
     chunk_bytes: int
     interfaces: list[tuple[str, int, list[int]]]
@@ -49,6 +68,8 @@ class Welcome:
     def from_json(message: protocol.Message) -> Welcome:
         return Welcome(
             int(message["workers"]),
+            int(message["shard"]),
+            int(message["shards"]),
             int(message["cores"]),
             int(message["chunk_bytes"]),
             [(str(host), int(port), list(cores)) for host, port, cores in message["interfaces"]],
@@ -122,16 +143,56 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def create_job(address: str, job: str, workers: int, chunk_bytes: int, admin_token: str) -> str:
+def split_list(text: str) -> list[str]:
+    """The parts of "A,B,..."; at least one, which may be empty."""
+    return [part.strip() for part in text.split(",")]
+
+
+def invitations(addresses: str, job: str, tokens: str) -> list[Invitation]:
+    """To a job on the PBox at HOST:PORT, or on its shards at HOST:PORT,..., each of which has a
+    token of its own.
+
+    Raises:
+        ConfigError: there are not as many tokens as addresses.
+    """
+    places, secrets = split_list(addresses), split_list(tokens)
+    if len(places) != len(secrets):
+        raise ConfigError(
+            f"[pbox] expected a token for each of {len(places)} shards, got {len(secrets)}; give "
+            "those that creating the job returned, in the same order"
+        )
+    return [Invitation([place], job, secret) for place, secret in zip(places, secrets, strict=True)]
+
+
+def create_job(address: str, spec: JobSpec, admin_token: str) -> str:
     """Ask for a new job; its token. `admin_token` is proved when the server asks."""
     with _tcp(*parse_address(address)) as talk, talk.sock:
-        talk.say(op="create", name=job, workers=workers, chunk_bytes=chunk_bytes)
+        talk.say(op="create", **asdict(spec))
         answer = talk.hear()
         if "nonce" in answer:
-            proof = protocol.proof(admin_token, str(answer["nonce"]), "create", job)
+            proof = protocol.proof(admin_token, str(answer["nonce"]), "create", spec.name)
             talk.say(proof=proof)
             answer = talk.hear()
     return str(answer["token"])
+
+
+def accept(
+    invitation: Invitation, rank: int, lane: str
+) -> tuple[Identity, socket.socket, Welcome, str]:
+    """`join` at the first of the addresses at which the job is known, and as whom."""
+    failures: list[PhubError] = []
+    for address in invitation.addresses:
+        who = Identity(address, invitation.job, invitation.token, rank)
+        try:
+            return who, *join(who, lane)
+        except (PeerLost, AuthError) as error:  # not there, or another PBox is
+            failures.append(error)
+    if len(failures) == 1:
+        raise failures[0]
+    raise PeerLost(
+        f"[pbox] rank {rank} found the job's PBox at none of its host's addresses; "
+        "open one of them, or start phub serve and set PHUB_PBOX: " + "; ".join(map(str, failures))
+    )
 
 
 def join(who: Identity, lane: str) -> tuple[socket.socket, Welcome, str]:

@@ -114,20 +114,39 @@ class TableIds:
     first_group: int
 
 
-def placement_of(spec: TableSpec, cores: int, interfaces: int) -> Placement:
+def placement_of(spec: TableSpec, cores: int, interfaces: int, shards: int = 1) -> Placement:
     """The chunks of a table and their cores, the same on both ends."""
-    placed = place(spec.keys, spec.chunk_bytes, cores, interfaces)
-    if not spec.model:  # else the first core would get every small tensor
-        np.add(placed.core, zlib.crc32(spec.name.encode()) % cores, out=placed.core)
-        np.remainder(placed.core, cores, out=placed.core)
+    placed = place(spec.keys, spec.chunk_bytes, cores, interfaces, shards)
+    if not spec.model:  # else the first core of the first shard would get every small tensor
+        turn = zlib.crc32(spec.name.encode())
+        placed.shard[:] = (placed.shard + turn % shards) % shards
+        placed.core[:] = (placed.core + turn // shards % cores) % cores
     return placed
 
 
 def native_table(
-    spec: TableSpec, ids: TableIds, workers: int, cores: int, interfaces: int, local: bool
+    spec: TableSpec,
+    ids: TableIds,
+    workers: int,
+    cores: int,
+    interfaces: int,
+    local: bool,
+    shards: int = 1,
+    shard: int | None = None,
 ) -> Any:
-    """The table as a native TableInfo; `local`: all workers share memory with the server."""
-    placed = placement_of(spec, cores, interfaces)
+    """The table as a native TableInfo.
+
+    Args:
+        cores, interfaces: of each shard.
+        local: all workers share memory with the (one) server.
+        shard: which one this is, whose table has no cores for the chunks of others; None: a
+            worker, whose cores are those of shard 0, then of shard 1, and so on.
+    """
+    placed = placement_of(spec, cores, interfaces, shards)
+    if shard is None:
+        owners = placed.shard * cores + placed.core
+    else:
+        owners = np.where(placed.shard == shard, placed.core, load().NO_CORE)
     offsets, size = layout(spec.keys)
     average = spec.op is ReduceOp.AVERAGE
     return load().TableInfo(
@@ -142,7 +161,7 @@ def native_table(
         chunk_offsets=np.array([chunk.offset for chunk in placed.chunks], np.uint64),
         chunk_bytes=np.array([chunk.nbytes for chunk in placed.chunks], np.uint32),
         chunk_keys=np.array([chunk.key for chunk in placed.chunks], np.uint32),
-        chunk_cores=placed.core.astype(np.uint16),
+        chunk_cores=owners.astype(np.uint16),
         op=int(spec.op),
         prescale=spec.prescale,
         postscale=spec.postscale / workers if average else spec.postscale,

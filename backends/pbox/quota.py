@@ -14,6 +14,7 @@ from phub_collective.backends.pbox.keytable import TableSpec
 from phub_collective.errors import ConfigError
 
 MAX_JOB_NAME = 200  # characters
+MAX_SHARDS = 256  # of a job
 MAX_NAME = 1000  # of a key or table
 MAX_GROUPS = 4096
 MAX_TABLES = 1 << 14  # of one job, like the next two; ad-hoc names are tables, too
@@ -29,16 +30,23 @@ OWN_MAPPINGS = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What CreateService asks for."""
+    """What CreateService asks for.
+
+    Attributes:
+        shard, shards: which part of the job's chunks this PBox gets, of how many.
+    """
 
     name: str
     workers: int
     chunk_bytes: int
+    shard: int = 0
+    shards: int = 1
 
     @staticmethod
     def from_json(message: protocol.Message) -> JobSpec:
         name, workers = str(message.get("name", "")), int(message.get("workers", 0))
-        return JobSpec(name, workers, int(message.get("chunk_bytes", 0)))
+        part = int(message.get("shard", 0)), int(message.get("shards", 1))
+        return JobSpec(name, workers, int(message.get("chunk_bytes", 0)), *part)
 
     def check(self, max_workers: int, max_payload: int) -> None:
         """Raise ConfigError when a number is out of range."""
@@ -49,6 +57,11 @@ class JobSpec:
         if not 64 <= self.chunk_bytes <= max_payload:
             raise ConfigError(
                 f"[pbox] chunks of {self.chunk_bytes} bytes; expected 64 to {max_payload}"
+            )
+        if not 0 <= self.shard < self.shards <= MAX_SHARDS:
+            raise ConfigError(
+                f"[pbox] shard {self.shard} of {self.shards}; a job has 1 to {MAX_SHARDS} shards, "
+                "counted from 0"
             )
 
 
@@ -145,8 +158,9 @@ def description_need(spec: TableSpec) -> Need:
     return Need(nbytes, tables=1, keys=keys, chunks=chunks)
 
 
-def memory_need(spec: TableSpec, workers: int, local: bool) -> Need:
-    """What the native core allocates for a table (see `Table` in native/table.h)."""
+def memory_need(spec: TableSpec, workers: int, local: bool, shards: int = 1) -> Need:
+    """What the native core allocates for a table (see `Table` in native/table.h). Of several
+    shards the fullest has an even share and less than a chunk (see placement.py)."""
     narrow = any(key.dtype.is_floating and key.dtype.itemsize == 2 for key in spec.keys)
     arenas = workers if local and spec.model else 0
     weights = 2 if spec.shared else 0
@@ -156,7 +170,10 @@ def memory_need(spec: TableSpec, workers: int, local: bool) -> Need:
     sums = not arenas and (narrow or spec.server)
     as_wide_as_keys, wide = arenas + weights + answers, momentum + master + sums
     copies = as_wide_as_keys + wide * (2 if narrow else 1)
-    return Need(sum(map(_bytes, spec.keys)) * copies, as_wide_as_keys + wide)
+    nbytes = sum(map(_bytes, spec.keys))
+    if shards > 1:
+        nbytes = min(nbytes, nbytes // shards + spec.chunk_bytes)
+    return Need(nbytes * copies, as_wide_as_keys + wide)
 
 
 def lane_need(ring_bytes: int) -> Need:

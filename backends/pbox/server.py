@@ -230,6 +230,8 @@ class PBoxServer:
             interfaces.append([shown, port, list(cores)])
         return {
             "workers": job.workers,
+            "shard": job.shard,
+            "shards": job.shards,
             "cores": self._options.cores,
             "chunk_bytes": job.chunk_bytes,
             "interfaces": interfaces,

@@ -17,7 +17,8 @@ import numpy as np
 from phub_collective.backends.base import Buffer, ExchangeSpec, Hyper, Key, ReduceOp
 from phub_collective.backends.pbox.connection import Connection
 from phub_collective.backends.pbox.exchange import PboxExchange
-from phub_collective.backends.pbox.handshake import create_job
+from phub_collective.backends.pbox.handshake import create_job, invitations, split_list
+from phub_collective.backends.pbox.quota import JobSpec
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError, DuplicateName, MismatchError
 
@@ -32,7 +33,8 @@ def create_service(
     """Make a job on a PBox (the paper's CreateService) and return its token.
 
     Args:
-        address: HOST:PORT of the PBox.
+        address: HOST:PORT of the PBox, or HOST:PORT,... of its shards: then they get the job's
+            chunks in this order, and their tokens are returned in it, too, as TOKEN,...
         workers: number of ranks of the job.
         chunk_bytes: largest chunk that its ranks will use.
         admin_token: proved when the server asks (None: PHUB_ADMIN_TOKEN).
@@ -43,18 +45,24 @@ def create_service(
     """
     if admin_token is None:
         admin_token = Config.from_environment().admin_token
-    return create_job(address, job, workers, chunk_bytes, admin_token)
+    addresses = split_list(address)
+    return ",".join(
+        create_job(one, JobSpec(job, workers, chunk_bytes, shard, len(addresses)), admin_token)
+        for shard, one in enumerate(addresses)
+    )
 
 
 def connect_service(
     address: str, job: str, token: str, rank: int, config: Config | None = None
 ) -> Service:
     """Join a job as `rank` (ConnectService): proves the token, opens a lane to every core.
+    `address` and `token`: as given to, and by, `create_service`.
 
     Raises:
         AuthError: wrong token. PeerLost: no PBox there. ConfigError: the rank is taken.
     """
-    return Service(Connection(address, job, token, rank, config or Config.from_environment()))
+    invited = invitations(address, job, token)
+    return Service(Connection(invited, rank, config or Config.from_environment()))
 
 
 class Service:

@@ -95,6 +95,7 @@ class Tenant:
     ) -> None:
         self.number, self.name = number, spec.name
         self.workers, self.chunk_bytes = spec.workers, spec.chunk_bytes
+        self.shard, self.shards = spec.shard, spec.shards
         self.token = protocol.new_token()
         self._native, self._quota = native, quota
         self._cores, self._interfaces = cores, interfaces
@@ -277,14 +278,14 @@ class Tenant:
         local = self._all_share_memory()
         if spec.shared and not local:
             raise ConfigError(
-                "[pbox] shared_model=True needs every worker on the PBox's host with shm lanes; "
-                "use the server optimizer without it"
+                "[pbox] shared_model=True needs one PBox, and every worker on its host with shm "
+                "lanes; use the server optimizer without it"
             )
-        need = memory_need(spec, self.workers, local)
+        need = memory_need(spec, self.workers, local, self.shards)
         self._quota.take(self.number, need, f"table {spec.name!r}")
-        ids = self._next
+        ids, extent = self._next, (self.workers, self._cores, self._interfaces)
         try:
-            info = native_table(spec, ids, self.workers, self._cores, self._interfaces, local)
+            info = native_table(spec, ids, *extent, local, self.shards, self.shard)
             table = self._native.add_table(self.number, info, self.workers)
         except BaseException:
             self._quota.give(self.number, need)
@@ -298,9 +299,12 @@ class Tenant:
         return Registered(spec, ids, table, local, need)
 
     def _all_share_memory(self) -> bool:
+        """Of several shards each would need an arena of its own in every worker's memory."""
         lanes = [member.transports for member in self._members.values()]
-        return len(lanes) == self.workers and all(
-            len(cores) == self._cores and set(cores.values()) == {"shm"} for cores in lanes
+        return (
+            self.shards == 1
+            and len(lanes) == self.workers
+            and all(len(cores) == self._cores and set(cores.values()) == {"shm"} for cores in lanes)
         )
 
     def _answer(self, rank: int, registered: Registered) -> None:
@@ -316,6 +320,7 @@ class Tenant:
 
     def _refuse(self, name: str, ranks: Any, error: PhubError) -> None:
         message = {"op": "registered", "name": name, **protocol.error_message(error)}
+        message["over"] = self._error is not None  # the job, not only this table
         for rank in ranks:
             if rank in self._members:
                 self._members[rank].send(message)

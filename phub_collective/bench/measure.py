@@ -62,8 +62,8 @@ class Stopwatch:
             settle()
             self._gate.pause()
             if subject.rank == 0:
-                server = getattr(subject.backend, "server_pid", None)
-                with PeakMeter(self._workers, server) as meter:
+                servers = getattr(subject.backend, "server_pids", ())
+                with PeakMeter(self._workers, servers) as meter:
                     self._warm_up(subject, record)
                 record.worker_peak, record.server_peak = meter.worker, meter.server
             else:

@@ -59,21 +59,19 @@ class PeakMeter:
     Attributes:
         worker: highest rise of any worker since the block began, in bytes; without what it
             shares when there is a server.
-        server: the same of the server, and of what all processes share; None without a server.
+        server: the same of all servers together, and of what all processes share; None without a
+            server.
     """
 
     INTERVAL = 0.01  # seconds between samples
 
-    def __init__(self, workers: Sequence[int], server: int | None) -> None:
-        self._workers, self._server = workers, server
-        self._begin = {pid: Pss.of(pid) for pid in self._pids()}
+    def __init__(self, workers: Sequence[int], servers: Sequence[int] = ()) -> None:
+        self._workers, self._servers = workers, servers
+        self._begin = {pid: Pss.of(pid) for pid in [*workers, *servers]}
         self.worker = 0
-        self.server = None if server is None else 0
+        self.server = 0 if servers else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
-
-    def _pids(self) -> list[int]:
-        return [*self._workers, *([] if self._server is None else [self._server])]
 
     def _sample(self) -> None:
         rises = {}
@@ -82,10 +80,10 @@ class PeakMeter:
             rises[pid] = Pss(now.shared - begin.shared, now.other - begin.other)
         shared = sum(rise.shared for rise in rises.values())
         for pid in self._workers:
-            own = rises[pid].other + (rises[pid].shared if self._server is None else 0)
+            own = rises[pid].other + (0 if self._servers else rises[pid].shared)
             self.worker = max(self.worker, own)
-        if self._server is not None and self.server is not None:
-            self.server = max(self.server, rises[self._server].other + shared)
+        if self.server is not None:
+            self.server = max(self.server, shared + sum(rises[p].other for p in self._servers))
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL):

@@ -75,12 +75,14 @@ class Subject(abc.ABC):
     def server_nbytes(self) -> int:
         """Bytes of the model's own arrays that only a server keeps in this mode: the optimizer's,
         and accumulators where gradients arrive over a network. In shared memory those of an
-        arena are summed where they stand. Where the sum itself is the answer there are two
-        accumulators: one is sent while the next step is summed in the other."""
+        arena are summed where they stand, unless several servers share the work. Where the sum
+        itself is the answer there are two accumulators: one is sent while the next step is summed
+        in the other."""
         return 0 if self._over_shm() else 2 * self.work.nbytes
 
     def _over_shm(self) -> bool:
-        return self.backend.context.config.lane != "tcp"
+        servers = getattr(self.backend, "server_pids", ())
+        return self.backend.context.config.lane != "tcp" and len(servers) < 2
 
     def close(self) -> None:
         return None

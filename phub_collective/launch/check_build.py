@@ -8,6 +8,7 @@ import phub_collective
 
 TITLES = {
     "pbox": "PBox",
+    "pshard": "PShard",
     "ring": "ring",
     "halving_doubling": "halving_doubling",
     "mpi": "MPI",

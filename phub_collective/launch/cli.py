@@ -46,8 +46,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--backend", metavar="B", help="auto, NAME, ^NAME,... or rules by size")
     pbox = made.add_mutually_exclusive_group()
-    pbox.add_argument("--pbox", metavar="HOST:PORT", help="use this running PBox")
-    pbox.add_argument("--pbox-cores", type=int, metavar="K", help="start a PBox with K cores")
+    pbox.add_argument(
+        "--pbox", metavar="HOST:PORT,...", help="use this running PBox, or these shards of one"
+    )
+    pbox.add_argument("--pbox-cores", type=int, metavar="K", help="start PBoxes with K cores")
     made.add_argument("--lane", choices=["auto", "shm", "tcp"], help="transport of the data")
     made.add_argument(
         "--timeout", type=float, metavar="S", help="seconds of silence until a peer counts as lost"

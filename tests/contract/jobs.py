@@ -14,8 +14,11 @@ from phub_collective.backends.base import Backend, Context
 from phub_collective.errors import PhubError
 
 LANES = ("shm", "tcp")
-WITH_LANES = ("pbox", "ring", "halving_doubling")  # the others choose their own transport
+WITH_LANES = ("pbox", "pshard", "ring", "halving_doubling")  # others choose their own transport
 TCP_SIZES = (2, 3, 5, 8)  # of what is run on every number of ranks over shared memory
+# A server for every rank takes its time to start: fewer sizes. On one host it is asked for.
+SIZES = {("pshard", "shm"): (1, 4), ("pshard", "tcp"): (2, 3)}
+SETTINGS: dict[str, dict[str, Any]] = {"pshard": {"shards": "rank"}}
 
 
 class Job:
@@ -23,7 +26,8 @@ class Job:
     one gets new ranks, so that it fails for its own reasons only."""
 
     def __init__(self, name: str, lane: str, size: int, **settings: Any) -> None:
-        self._name, self.size, self._settings = name, size, {"lane": lane, **settings}
+        self._name, self.size = name, size
+        self._settings = {"lane": lane, **SETTINGS.get(name, {}), **settings}
         self._connect()
 
     def _connect(self) -> None:
@@ -68,7 +72,7 @@ def lineup(*sizes: int) -> list[Any]:
         marks = [] if reason is None else [pytest.mark.skip(reason=f"{name}: {reason}")]
         for lane in LANES if name in WITH_LANES else ("auto",):
             for size in sizes:
-                if lane == "tcp" and size not in TCP_SIZES:
+                if size not in SIZES.get((name, lane), TCP_SIZES if lane == "tcp" else sizes):
                     continue
                 id_ = f"{name}-{lane}-{size}"
                 rows.append(pytest.param((name, lane, size), marks=marks, id=id_))

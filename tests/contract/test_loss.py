@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from contract import checks
-from contract.jobs import lineup
+from contract.jobs import SETTINGS, lineup
 from ranks import run_processes
 
 from phub_collective import backends
@@ -50,6 +50,7 @@ def test_survivors_are_told_who_died(arguments: tuple[str, str, int]) -> None:
         lane=lane,
         timeout=TIMEOUT_S,
         limit=60.0,
+        **SETTINGS.get(name, {}),
     )
     for rank, outcome in enumerate(survivors):
         if rank == VICTIM:

@@ -133,7 +133,7 @@ void check_optimizer(const Path& path, bool shared) {
                              momentum[i], step == 0);
     }
     together(kWorkers, [&](int rank) {
-      ranks[static_cast<size_t>(rank)]->client.set_hyper(0, hyper);
+      ranks[static_cast<size_t>(rank)]->client.set_hyper(1, 0, hyper);
       exchange(*ranks[static_cast<size_t>(rank)], info, memories, rank, step);
     });
     for (int rank = 0; rank < kWorkers; ++rank) {
@@ -202,7 +202,7 @@ TEST(keys_without_a_gradient_count_as_zeros_or_leave_the_weights_alone) {
     const auto step = [&](float value, uint8_t flags0, uint8_t flags1) {
       together(2, [&](int rank) {
         auto& client = ranks[static_cast<size_t>(rank)]->client;
-        client.set_hyper(0, {1.0, 0.5, 0, 0.1, 0, 0});
+        client.set_hyper(1, 0, {1.0, 0.5, 0, 0.1, 0, 0});
         std::fill_n(memories.data[static_cast<size_t>(rank)], 2000, value);
         client.push(1, 0, rank == 0 ? flags0 : flags1, memories.at(info, rank, 0));
         wait_all(*ranks[static_cast<size_t>(rank)], 1);
@@ -228,7 +228,7 @@ TEST(hyperparameters_that_differ_are_a_mismatch_on_every_rank) {
     Memories memories(info, *table, 2);
     together(2, [&](int rank) {
       auto& worker = *ranks[static_cast<size_t>(rank)];
-      worker.client.set_hyper(0, {rank == 0 ? 0.5 : 0.25, 0, 0, 0, 0, 0});
+      worker.client.set_hyper(1, 0, {rank == 0 ? 0.5 : 0.25, 0, 0, 0, 0, 0});
       worker.client.push(1, 0, 0, memories.at(info, rank, 0));
       const Error error = failure(worker, 1);
       CHECK(error.code == ErrorCode::mismatch);

@@ -48,7 +48,7 @@ class TestMemory:
                 if self.worker > 60 << 20:
                     seen.set()
 
-        with Watched([os.getpid()], None) as meter:
+        with Watched([os.getpid()]) as meter:
             passing = np.ones(64 << 20, np.uint8)
             assert seen.wait(20)
             del passing
@@ -66,7 +66,7 @@ class TestMemory:
             assert server.stdin is not None
             server.stdout.readline()
             settle()  # else the array may come from memory that is ours already
-            with PeakMeter([os.getpid()], server.pid) as meter:
+            with PeakMeter([os.getpid()], [server.pid]) as meter:
                 shared = np.frombuffer(mmap.mmap(file, 0), np.uint8)
                 shared.fill(1)
                 private = np.ones(8 << 20, np.uint8)
@@ -81,7 +81,7 @@ class TestMemory:
     def test_a_process_that_is_gone_holds_nothing(self) -> None:
         gone = subprocess.Popen([sys.executable, "-c", ""])
         gone.wait()
-        with PeakMeter([gone.pid], None) as meter:
+        with PeakMeter([gone.pid]) as meter:
             pass
         assert meter.worker == 0
 

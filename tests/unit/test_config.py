@@ -21,7 +21,7 @@ def test_every_setting_has_a_variable_a_meaning_and_is_read() -> None:
     assert len(set(variables)) == len(fields)
     assert all(name.startswith("PHUB_") for name in variables)
     assert all(field.metadata["meaning"] for field in fields)
-    sample = {"lane": "tcp", "log_level": "debug", "chunk_bytes": "8192"}
+    sample = {"lane": "tcp", "shards": "rank", "log_level": "debug", "chunk_bytes": "8192"}
     for field in fields:
         text = sample.get(field.name, "7")
         config = Config.from_environment({field.metadata["variable"]: text})
@@ -51,6 +51,7 @@ def test_an_argument_wins_over_the_environment_unless_none() -> None:
         ("PHUB_BUCKET_BYTES", "0", "expected >= 1"),
         ("PHUB_PBOX_CORES", "-1", "expected >= 0"),
         ("PHUB_LANE", "rdma", "expected auto, shm or tcp"),
+        ("PHUB_SHARDS", "3", "expected host or rank"),
         ("PHUB_LOG_LEVEL", "loud", "expected debug, info, warning, error"),
     ],
 )

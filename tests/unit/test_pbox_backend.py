@@ -6,15 +6,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from typing import Any, cast
 
 import pytest
 from pbox_jobs import SOON, allreduce, box, together, until
 from ranks import run_threads
 
+from phub_collective.backends import create
 from phub_collective.backends.base import Context
-from phub_collective.backends.pbox import backend
-from phub_collective.backends.pbox.backend import create
+from phub_collective.backends.pbox import deploy
+from phub_collective.backends.pbox.backend import PboxBackend
+from phub_collective.backends.pbox.connection import Connection
+from phub_collective.backends.pbox.handshake import Invitation
 from phub_collective.errors import (
     BackendUnavailable,
     ConfigError,
@@ -55,6 +57,11 @@ def test_who_waits_for_others_to_submit_a_name_is_told_when_the_backend_closes()
 # --- finding the PBox ---
 
 
+def address_of(connection: Connection) -> str:
+    (control,) = connection._controls
+    return control._who.address
+
+
 def far_apart(context: Context) -> Context:
     """As if every rank were on a host of its own."""
     return dataclasses.replace(context, local_rank=0, local_size=1)
@@ -64,14 +71,14 @@ def test_the_pbox_of_several_hosts_is_not_on_loopback_and_leaves_no_token_behind
     before = dict(os.environ)
 
     def rank(context: Context) -> str:
-        made = create(far_apart(context))
-        assert isinstance(made, backend.PboxBackend)
+        made = create("pbox", far_apart(context))
+        assert isinstance(made, PboxBackend)
         operation = allreduce("x", 1, 2)
         made.submit(operation).wait(SOON)
         assert operation.buffer is not None
         assert operation.buffer.array().tolist() == [2, 4]
         made.close()
-        return made.connection._who.address
+        return address_of(made.connection)
 
     addresses = run_threads(2, rank, pbox_cores=1, lane="tcp")
     assert dict(os.environ) == before
@@ -89,11 +96,11 @@ def test_why_rank_0_has_no_pbox_is_told_to_all(
     def fails(*_: object, **__: object) -> None:
         raise cause
 
-    monkeypatch.setattr(backend, "start_server", fails)
+    monkeypatch.setattr(deploy, "start_server", fails)
 
     def rank(context: Context) -> None:
         with pytest.raises(kind, match="none|no such"):
-            create(context)
+            create("pbox", context)
 
     run_threads(2, rank)
 
@@ -104,11 +111,8 @@ def test_the_first_address_that_knows_the_job_is_taken() -> None:
         job = made.job(1)
         nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         addresses = [nobody, other.address, made.address]
-        invitation = {"addresses": addresses, "job": job.name, "token": job.token}
-        context = Context(0, 1, 0, 1, cast(Any, None), job.config)
-        connection = backend._connect(invitation, context)
-        assert connection._who.address == made.address
+        connection = Connection([Invitation(addresses, job.name, job.token)], 0, job.config)
+        assert address_of(connection) == made.address
         connection.close()
-        invitation["addresses"] = addresses[:2]
         with pytest.raises(PeerLost, match=f"none of its.*{nobody}.*wrong token"):
-            backend._connect(invitation, context)
+            Connection([Invitation(addresses[:2], job.name, job.token)], 0, job.config)

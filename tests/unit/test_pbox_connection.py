@@ -18,6 +18,7 @@ from pbox_jobs import LANES, SOON, Box, Model, allreduce, box, spec_of, until
 from phub_collective.backends.pbox import tenant
 from phub_collective.backends.pbox.connection import Connection
 from phub_collective.backends.pbox.exchange import PboxExchange
+from phub_collective.backends.pbox.handshake import invitations
 from phub_collective.backends.pbox.launch import start_server
 from phub_collective.backends.pbox.service import create_service
 from phub_collective.config import Config
@@ -133,16 +134,17 @@ def test_a_stopped_server_is_a_stall_of_who_announces_a_large_table(lane: str) -
     server = start_server(Config(pbox_cores=1), all_local=True)
     config = Config(lane=lane, timeout=1.0, stall_timeout=1.5)
     token = create_service(server.address, "job", 1)
-    connection = Connection(server.address, "job", token, 0, config)
+    connection = Connection(invitations(server.address, "job", token), 0, config)
+    (control,) = connection._controls
     try:
         server.process.send_signal(signal.SIGSTOP)
-        connection._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        control._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         large = spec_of([(1,)] * 20_000)
         with ThreadPoolExecutor(1) as pool:
             registering = pool.submit(PboxExchange, connection, large, 4096)
-            until(connection._sending.locked, "nothing is sent")
+            until(control._sending.locked, "nothing is sent")
             start = time.monotonic()
-            assert connection.stalled(0.1) is None
+            assert connection.stalled(0.1) == ({}, ["the PBox server"])
             assert time.monotonic() - start < 1.0
             with pytest.raises(PeerTimeout, match="rank 0 for 1.5 s; is it stopped"):
                 registering.result(SOON)

@@ -9,7 +9,6 @@ import queue
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from pbox_jobs import LANES, SOON, Box, Model, box, outcomes, spec_of, together, until
+from pbox_jobs import (
+    LANES,
+    SOON,
+    Box,
+    Model,
+    box,
+    hang_up,
+    outcomes,
+    spec_of,
+    together,
+    until,
+)
 
 from phub_collective.backends.base import Hyper
 from phub_collective.backends.pbox.launch import LocalServer, start_server
@@ -381,7 +391,7 @@ def test_the_first_cause_reaches_every_rank(pbox: Box, turn: int) -> None:
 
     def rank(rank: int) -> None:
         if rank == 3:
-            services[3]._connection._control.shutdown(socket.SHUT_RDWR)
+            hang_up(services[3]._connection)
         try:
             while True:
                 services[rank].push_pull("w", start["w"])
@@ -413,7 +423,7 @@ def test_fifty_jobs_leave_nothing_on_the_server(serving: LocalServer, lane: str)
             if number % 3:
                 service.close()
             else:  # dropped without a farewell
-                service._connection._control.shutdown(socket.SHUT_RDWR)
+                hang_up(service._connection)
                 service._connection.close()
 
         together(2, rank)

@@ -15,7 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pbox_jobs import SOON, Box, Job, Model, box, bystander, outcomes, spec_of, together, until
+from pbox_jobs import (
+    SOON,
+    Box,
+    Job,
+    Model,
+    box,
+    bystander,
+    hang_up,
+    outcomes,
+    spec_of,
+    together,
+    until,
+)
 
 from phub_collective.backends.base import Hyper, ReduceOp
 from phub_collective.backends.pbox import protocol, server
@@ -288,7 +300,7 @@ def test_who_does_not_read_its_answers_holds_up_nobody(pbox: Box) -> None:
         # Losses in other jobs are still told to their ranks.
         one, two = pbox.job(2, "tcp").services()
         together(2, lambda rank: (one, two)[rank].init({"w": np.zeros(3, np.float32)}))
-        two._connection._control.shutdown(socket.SHUT_RDWR)
+        hang_up(two._connection)
         with pytest.raises(PeerLost):
             one.push_pull("w", np.zeros(3, np.float32), SOON)
         one.close()

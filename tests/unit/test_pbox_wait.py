@@ -34,7 +34,7 @@ def test_a_stopped_server_does_not_prolong_a_wait(uses_before: int) -> None:
         operation = Operation(Kind.ALLREDUCE, "x", Buffer.of(np.ones(9, np.float32)))
         for _ in range(uses_before):
             backend.submit(operation).wait(30.0)
-        stop(backend.server_pid)
+        stop(backend.server_pids[0])
         try:
             work = backend.submit(operation)
             begin = time.monotonic()
@@ -42,7 +42,7 @@ def test_a_stopped_server_does_not_prolong_a_wait(uses_before: int) -> None:
                 work.wait(0.2)
             seconds = time.monotonic() - begin
         finally:
-            os.kill(backend.server_pid, signal.SIGCONT)
+            os.kill(backend.server_pids[0], signal.SIGCONT)
         work.wait(30.0)
         backend.close()
         return seconds
