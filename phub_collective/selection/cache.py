@@ -21,7 +21,16 @@ from phub_collective.machine import host_hint, usable_cpus
 from phub_collective.selection.costmodel import Point
 
 # Settings that change how fast a backend is.
-SETTINGS = ("lane", "pbox", "pbox_cores", "chunk_bytes", "congestion", "socket_buffer", "spin_us")
+SETTINGS = (
+    "lane",
+    "pbox",
+    "pbox_cores",
+    "shards",
+    "chunk_bytes",
+    "congestion",
+    "socket_buffer",
+    "spin_us",
+)
 
 Points = dict[str, list[Point]]
 

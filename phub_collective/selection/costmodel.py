@@ -61,6 +61,12 @@ def pbox(nbytes: int, size: int) -> Form:
     return Form(2, size * nbytes)
 
 
+def pshard(nbytes: int, size: int) -> Form:
+    """Push and pull; each host sends to the others' shards what is theirs, and its shard answers
+    them: (N-1)/N times S each, out, and as much in."""
+    return Form(2, 2 * (size - 1) / size * nbytes)
+
+
 def ring(nbytes: int, size: int) -> Form:
     return Form(2 * (size - 1), 2 * (size - 1) / size * nbytes)
 
@@ -82,6 +88,7 @@ def _costliest_rank(size: int) -> tuple[int, float]:
 # Gloo runs a ring; MPI libraries, as a rule, some kind of halving and doubling.
 FORMS: dict[str, Callable[[int, int], Form]] = {
     "pbox": pbox,
+    "pshard": pshard,
     "ring": ring,
     "halving_doubling": halving_doubling,
     "mpi": halving_doubling,

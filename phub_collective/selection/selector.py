@@ -138,7 +138,7 @@ class Selector:
 
     def _reasons(self) -> dict[str, str]:
         """Why a backend is no candidate: excluded, or unavailable on some rank."""
-        mine = json.dumps(backends.available()).encode()
+        mine = json.dumps(self._available()).encode()
         ranks = self._context.rendezvous.all_gather("selector.available", mine)
         reasons: dict[str, str] = {}
         for rank, found in enumerate(map(json.loads, ranks)):
@@ -150,6 +150,16 @@ class Selector:
                     everywhere = all(other == ranks[0] for other in ranks)
                     reasons[name] = reason if everywhere else f"rank {rank}: {reason}"
         return reasons
+
+    def _available(self) -> dict[str, str | None]:
+        """`backends.available`, without a pshard that would be what pbox is: one server beside
+        all ranks."""
+        found, context = backends.available(), self._context
+        is_alone = context.local_size == context.size and context.config.shards == "host"
+        has_pbox = "pbox" in self.rules.candidates and not context.config.pbox
+        if is_alone and has_pbox and found.get("pshard", "") is None:
+            found["pshard"] = "all ranks share one host, where its only shard is a PBox: see pbox"
+        return found
 
     def _open(
         self, candidates: Sequence[str], backend_of: BackendOf

@@ -20,7 +20,7 @@ from phub_collective.selection.costmodel import (
 )
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]
-BACKENDS = ["pbox", "ring", "halving_doubling", "mpi", "gloo", "somebody_elses"]
+BACKENDS = ["pbox", "pshard", "ring", "halving_doubling", "mpi", "gloo", "somebody_elses"]
 
 
 def points(backend: str, size: int, truth: Parameters) -> list[tuple[int, float]]:
@@ -34,6 +34,7 @@ def test_forms_are_those_of_the_schedules(size: int) -> None:
     assert form_of("ring", nbytes, size) == Form(2 * (size - 1), share * nbytes)
     assert form_of("halving_doubling", nbytes, size) == Form(2 * log2(size), share * nbytes)
     assert form_of("pbox", nbytes, size) == Form(2, size * nbytes)
+    assert form_of("pshard", nbytes, size) == Form(2, share * nbytes)
     assert len(schedule.ring(0, size, 64)) == form_of("ring", 64, size).rounds
 
 

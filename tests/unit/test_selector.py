@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from fakes import FakeModule, install
@@ -157,3 +157,24 @@ def test_sizes_are_readable(nbytes: int, text: str) -> None:
 )
 def test_times_are_readable(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({}, "pbox"),
+        ({"shards": "rank"}, "pshard"),
+        ({"pbox": "elsewhere:4000"}, "pshard"),
+        ({"backend": "^pbox"}, "pshard"),
+    ],
+)
+def test_a_pshard_that_would_be_a_pbox_is_no_candidate(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], chosen: str
+) -> None:
+    """One shard beside all ranks, where pbox starts the same."""
+    pshard = FakeModule("pshard", 1e-3, 1e15)
+    install(monkeypatch, fakes.pbox, fakes.ring, pshard)
+    selector = run_threads(2, prepared, **settings)[0]
+    assert selector.choose(1 << 40) == chosen
+    assert bool(pshard.made) == (chosen == "pshard")
+    assert ("pshard" in selector.table.reasons) == (chosen == "pbox")
