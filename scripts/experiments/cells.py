@@ -23,8 +23,9 @@ SLOW_LINK = 280e6
 MANY_LINKS = 10  # of a PBox, as the paper's has
 COLLECTIVES = ("ring", "halving_doubling", "gloo")
 SYSTEMS = ("pbox", *COLLECTIVES)
-START_S = {"gloo": 2.2}  # for each worker to start; it imports torch
-OWN_BYTES = {"gloo": 320 << 20}  # of each worker, beside its model
+WITH_PSHARD = ("pbox", "pshard", *COLLECTIVES)  # where the paper has it, too
+START_S = {"gloo": 2.2, "pshard": 0.8}  # for each worker to start: it imports torch, or has a shard
+OWN_BYTES = {"gloo": 320 << 20, "pshard": 130 << 20}  # of each worker, beside its model
 TOUCH = 1.5e9  # bytes per second at which one machine fills and checks arrays
 ITERATIONS = 2
 
@@ -91,7 +92,7 @@ def exchange(
     labels: Mapping[str, Any] | None = None,
 ) -> Cell:
     """The exchange of a model by emulated workers; the lab has no PBox where none is needed, or
-    where the workers' own host runs it (`here`)."""
+    where the workers' own hosts run it (`here`, and PShard)."""
     served = system in ("pbox", "auto")
     if here:
         shape = Shape(shape.workers, pbox_links=0)
@@ -127,5 +128,5 @@ def exchange(
         said,
         ready + iterations * (burst * busy + touching),
         ready,
-        shape.workers * (nbytes + own) + (3 * nbytes * jobs if served else 0),
+        shape.workers * (nbytes + own) + (3 * nbytes * jobs if served or system == "pshard" else 0),
     )

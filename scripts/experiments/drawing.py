@@ -9,11 +9,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 SIZE = (7.0, 4.0)  # inches
-SHADES = {"pbox": "0.15", "ring": "0.45", "halving_doubling": "0.65", "gloo": "0.85"}
-HATCHES = {"pbox": "", "ring": "//", "halving_doubling": "..", "gloo": "xx"}
-MARKS = {"pbox": "o", "ring": "s", "halving_doubling": "^", "gloo": "x"}
-DASHES = {"pbox": "-", "ring": "--", "halving_doubling": "-.", "gloo": ":"}
-NAMES = {"pbox": "PBox", "ring": "ring", "halving_doubling": "halving-doubling", "gloo": "Gloo"}
+SHADES = {
+    "pbox": "0.15",
+    "pshard": "0.3",
+    "ring": "0.45",
+    "halving_doubling": "0.65",
+    "gloo": "0.85",
+}
+HATCHES = {"pbox": "", "pshard": "\\\\", "ring": "//", "halving_doubling": "..", "gloo": "xx"}
+MARKS = {"pbox": "o", "pshard": "D", "ring": "s", "halving_doubling": "^", "gloo": "x"}
+DASHES = {
+    "pbox": "-",
+    "pshard": (0, (8, 2)),
+    "ring": "--",
+    "halving_doubling": "-.",
+    "gloo": ":",
+}
+NAMES = {
+    "pbox": "PBox",
+    "pshard": "PShard",
+    "ring": "ring",
+    "halving_doubling": "halving-doubling",
+    "gloo": "Gloo",
+}
 
 
 def new_figure() -> Figure:

@@ -18,6 +18,9 @@ def moved(system: str, nbytes: int, workers: int) -> float:
         return float(nbytes if system in ("pbox", "auto") else 0)
     if system == "pbox":
         return float(nbytes)
+    if system == "pshard":
+        # To the other shards what is theirs, and from its own shard as much to each other worker.
+        return 2 * (workers - 1) / workers * nbytes
     if system == "auto":
         return min(moved(one, nbytes, workers) for one in ("pbox", "ring"))
     return nbytes * _share("halving_doubling" if system == "halving_doubling" else "ring", workers)

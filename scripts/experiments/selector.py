@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments import drawing
 from experiments.base import Experiment, Findings, Row, Rows, Scale, Table, grid
-from experiments.cells import MANY_LINKS, SYSTEMS, Cell, exchange, rack
+from experiments.cells import MANY_LINKS, WITH_PSHARD, Cell, exchange, rack
 
 MODEL = "ResNet18"
 WORKERS = 8
@@ -38,7 +38,7 @@ class Selector(Experiment):
         cells = []
         for place, links in PLACES.items():
             shape = rack(WORKERS, links)
-            for system in ("auto", *SYSTEMS):
+            for system in ("auto", *WITH_PSHARD):
                 if system != "pbox" or links:
                     cells.append(exchange(system, MODEL, shape, labels={"place": place}))
         return cells
@@ -46,7 +46,7 @@ class Selector(Experiment):
     def findings(self, rows: Rows) -> Findings:
         found = Findings()
         places = rows.values("place")
-        lines = grid("lab", places, ["auto", *SYSTEMS], partial(milliseconds, rows), 4)
+        lines = grid("lab", places, ["auto", *WITH_PSHARD], partial(milliseconds, rows), 4)
         lines[0].append("chosen")
         for line, place in zip(lines[1:], places, strict=True):
             chosen = rows.one(place=place, system="auto")
@@ -72,14 +72,14 @@ class Selector(Experiment):
         )
         if place != "ten links":
             found.claim(
-                f"With {place} the choice is a collective: {auto['backend']}.",
+                f"With {place} the choice is no central server: {auto['backend']}.",
                 auto["backend"] != "pbox",
                 bar=True,
             )
 
     def draw(self, rows: Rows, figure: Figure) -> None:
         axes = drawing.one_axes(figure, "", "ms of an exchange")
-        systems = ["auto", *SYSTEMS]
+        systems = ["auto", *WITH_PSHARD]
         drawing.bars(axes, rows.values("place"), systems, partial(milliseconds, rows))
 
 
