@@ -186,9 +186,9 @@ def layout(keys: Sequence[Key]) -> tuple[list[int], int]:
 
 
 @dataclass
-class Hyper:
-    """SGD hyperparameters of one parameter group, as in torch.optim.SGD; they travel with the
-    step, so schedulers work."""
+class SGD:
+    """Hyperparameters of one parameter group, as in torch.optim.SGD; they travel with the step, so
+    schedulers work."""
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -196,6 +196,50 @@ class Hyper:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
+
+    @property
+    def state_arrays(self) -> int:
+        """Arrays of state, of the weights' size, that the rule keeps: the momentum. One that has
+        none now may get it from a scheduler, so it always has a place."""
+        return 1
+
+
+@dataclass
+class Adam:
+    """As in torch.optim.Adam, and with ``decoupled_weight_decay`` as in torch.optim.AdamW."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = False
+
+    @property
+    def state_arrays(self) -> int:
+        """First and second moment; with amsgrad the largest second moment so far."""
+        return 3 if self.amsgrad else 2
+
+
+Hyper = SGD | Adam
+
+
+@dataclass
+class KeyState:
+    """An optimizer's state of one key, as a server has it.
+
+    Attributes:
+        taken: steps that it has in it; 0: there is none yet.
+        arrays: of ``Key.count`` elements in the type in which gradients are added (float32 for
+            16-bit floats), laid as the key is in the arena. SGD: momentum. Adam: first and second
+            moment, and with amsgrad the largest second moment.
+        weights: of 16-bit keys: the weights in float32, which the server steps.
+    """
+
+    taken: int
+    arrays: list[np.ndarray]
+    weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +253,14 @@ class ExchangeSpec:
         place: "worker": the result is the reduced gradient. "server": the backend runs the
             optimizer and the result is the new weights (only where `backends.runs_optimizer`).
         shared_model: (place="server", one host) workers read weights where the core wrote them.
+        state_arrays: (place="server") the most that the rule of a group keeps.
+        deterministic: the same bits in every run, whenever ranks' gradients come: they are added
+            in the order of the ranks.
+        staleness: (place="server") 0: a step is one with all ranks' gradients. Else each rank's
+            gradients are a step of their own, and a rank waits for the slowest one when it is this
+            many steps ahead of it; math.inf: never (asynchronous).
+        first_keys_first: of what waits to be sent, keys leave in the order of the table, not of
+            their pushes: for who waits for the first ones first. A wish: not all backends can.
         bucket_bytes: gradients are sent in groups of this size by backends that work on buckets.
         prescale, postscale: as in `Operation`.
     """
@@ -221,6 +273,10 @@ class ExchangeSpec:
     bucket_bytes: int = 25 << 20
     prescale: float = 1.0
     postscale: float = 1.0
+    state_arrays: int = 1
+    deterministic: bool = False
+    staleness: float = 0
+    first_keys_first: bool = False
 
 
 @dataclass
@@ -246,10 +302,13 @@ class Exchange(abc.ABC):
     counters: Counters
 
     @abc.abstractmethod
-    def initialize(self, root: int = 0) -> None:
+    def initialize(self, root: int = 0, state: Sequence[KeyState] | None = None) -> None:
         """Make everyone hold root's weights: each rank has its weights in ``arena``; on return
         root's stand in ``result`` of every rank (and on the server, with a server optimizer).
-        Collective; also adopts weights loaded later, at a step boundary."""
+        Collective; also adopts weights loaded later, at a step boundary.
+
+        `state`: (server optimizer) of each key, what root's say is the server's from now on; None:
+        it is left alone. KeyState.weights count in synchronous exchanges only."""
 
     @abc.abstractmethod
     def push(self, key: int, no_grad: bool = False) -> None:
@@ -275,6 +334,12 @@ class Exchange(abc.ABC):
         from phub_collective.errors import ConfigError
 
         raise ConfigError(f"[{type(self).__name__}] runs no optimizer; use place='worker'")
+
+    def read_state(self, timeout: float | None = None) -> list[KeyState]:
+        """The server optimizer's state of each key. Not collective; between two steps."""
+        from phub_collective.errors import ConfigError
+
+        raise ConfigError(f"[{type(self).__name__}] runs no optimizer; its state is the worker's")
 
     @abc.abstractmethod
     def close(self) -> None:

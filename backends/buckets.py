@@ -16,6 +16,7 @@ from phub_collective.backends.base import (
     DType,
     Exchange,
     ExchangeSpec,
+    KeyState,
     Kind,
     Operation,
     Work,
@@ -57,10 +58,11 @@ class BucketExchange(Exchange):
     """See `Exchange`. A bucket is submitted when its last key was pushed."""
 
     def __init__(self, backend: Backend, context: Context, spec: ExchangeSpec) -> None:
-        if spec.place != "worker" or spec.shared_model:
+        if spec.place != "worker" or spec.shared_model or spec.staleness != 0:
             raise ConfigError(
                 f"[{backend.name}] cannot run the optimizer (place={spec.place!r}, "
-                f"shared_model={spec.shared_model}); use the pbox backend or place='worker'"
+                f"shared_model={spec.shared_model}, staleness={spec.staleness}); use the pbox "
+                "backend or place='worker'"
             )
         self._backend, self._spec = backend, spec
         self.backend = backend.name
@@ -89,7 +91,9 @@ class BucketExchange(Exchange):
             spec.postscale,
         )
 
-    def initialize(self, root: int = 0) -> None:
+    def initialize(self, root: int = 0, state: Sequence[KeyState] | None = None) -> None:
+        if state is not None:
+            self.read_state()  # refuses
         works = [
             self._backend.submit(self._operation(b, Kind.BROADCAST, root)) for b in self._buckets
         ]

@@ -8,9 +8,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
-#include "kernels/sgd.h"
 #include "kernels/types.h"
+#include "kernels/update.h"
 
 namespace phub {
 
@@ -56,25 +57,25 @@ void finish(DType t, ReduceOp op, void* out, const void* acc, size_t count, cons
 // fetches no line just to overwrite it, a third of the traffic.
 void copy(void* out, const void* in, size_t bytes, const Execution& execution);
 
-// What an optimizer step of a model of floating type t reads and writes. Weights and momentum have
+// What an optimizer step of a model of floating type t reads and writes. Weights and state have
 // accumulator_type(t).
 struct StepArrays {
   const void* weights_in = nullptr;
   void* weights_out = nullptr;  // may be weights_in; else the model is double-buffered
-  void* momentum = nullptr;  // read and written; unused when SgdParams::momentum is 0
+  void* state[kMaxStates] = {};  // read and written: the first state_arrays(update) of them
   void* const* outs = nullptr;  // n_out further copies of the new weights, of type t;
   int n_out = 0;  // one that is weights_out is skipped
 };
 
-// One step of SGD; gradient = scale.post * `acc`, which has accumulator_type(t). `first`: the
-// momentum is not set yet.
-void sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* acc, size_t count,
-         const Scale& scale, bool first, const Execution& execution = {});
+// One step of an optimizer; gradient = scale.post * `acc`, which has accumulator_type(t). `taken`:
+// steps that the state has in it; at 0 SGD does not read its momentum, Adam's state must be zeros.
+void step(DType t, const Update& update, const StepArrays& arrays, const void* acc, size_t count,
+          const Scale& scale, uint32_t taken, const Execution& execution = {});
 
 // The same with gradient = post * sum(pre * in[k]) of n arrays of type t, in one pass. Equals
-// `fold` of all arrays and `sgd` bitwise. `in` may coincide with `outs`.
-void reduce_sgd(DType t, const SgdParams& params, const StepArrays& arrays, const void* const* in,
-                int n, size_t count, const Scale& scale, bool first,
-                const Execution& execution = {});
+// `fold` of all arrays and `step` bitwise. `in` may coincide with `outs`.
+void reduce_step(DType t, const Update& update, const StepArrays& arrays, const void* const* in,
+                 int n, size_t count, const Scale& scale, uint32_t taken,
+                 const Execution& execution = {});
 
 }  // namespace phub

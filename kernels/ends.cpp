@@ -107,15 +107,18 @@ void run(Loops::Step loop, DType t, const StepPass& pass, const Targets& out, co
     const PaddedInputs inputs(in.array, in.n, in.item, begin, size);
     PaddedTargets padded(out);
     const StepPass there = pass.at(begin * item);
-    Padded weights(there.weights_in, size * item), momentum;
-    if (there.momentum) std::memcpy(momentum.line, there.momentum, size * item);
+    Padded weights(there.weights_in, size * item), state[kMaxStates];
     StepPass here = there;
     here.weights_in = weights.line;
     here.weights_out = there.weights_out ? weights.line : nullptr;
-    here.momentum = momentum.line;
+    for (int s = 0; s < kMaxStates; ++s) {
+      if (there.state[s]) std::memcpy(state[s].line, there.state[s], size * item);
+      here.state[s] = state[s].line;
+    }
     loop(here, padded.targets, inputs.view, in.n, 1);
     if (there.weights_out) std::memcpy(there.weights_out, weights.line, size * item);
-    if (there.momentum) std::memcpy(there.momentum, momentum.line, size * item);
+    for (int s = 0; s < kMaxStates; ++s)
+      if (there.state[s]) std::memcpy(there.state[s], state[s].line, size * item);
     padded.copy_back(item_size(t), begin, size);
   };
   split(t, count, out.head, whole, ragged);

@@ -4,6 +4,7 @@
 // (PHUB_VECTOR_BYTES) and in which namespace this stands (PHUB_ISA).
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -87,6 +88,29 @@ PHUB_HD void store(char* to, bool streaming, const Line<typename E::Acc, lanes>&
     else
       std::memcpy(to + p * sizeof stored, &stored, sizeof stored);
   }
+}
+
+// The square root of each element, rounded correctly.
+template <class V>
+PHUB_HD V square_root(V x) {
+#if defined(__x86_64__)
+  constexpr bool narrow = sizeof(x[0]) == sizeof(float);
+  if constexpr (sizeof(V) == 64 && narrow)
+    return bits<V>(_mm512_sqrt_ps(bits<__m512>(x)));
+  else if constexpr (sizeof(V) == 64)
+    return bits<V>(_mm512_sqrt_pd(bits<__m512d>(x)));
+  else if constexpr (sizeof(V) == 32 && narrow)
+    return bits<V>(_mm256_sqrt_ps(bits<__m256>(x)));
+  else if constexpr (sizeof(V) == 32)
+    return bits<V>(_mm256_sqrt_pd(bits<__m256d>(x)));
+  else if constexpr (narrow)
+    return bits<V>(_mm_sqrt_ps(bits<__m128>(x)));
+  else
+    return bits<V>(_mm_sqrt_pd(bits<__m128d>(x)));
+#else
+  for (size_t i = 0; i < sizeof(V) / sizeof(x[0]); ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
 }
 
 // Orders streamed stores before whatever tells another thread about them.

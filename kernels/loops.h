@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
-#include "kernels/sgd.h"
 #include "kernels/types.h"
+#include "kernels/update.h"
 
 namespace phub {
 
@@ -23,22 +24,27 @@ struct Targets {
   size_t head;  // elements before the streamed arrays reach a multiple of 64 bytes
 };
 
-enum class Momentum { none, first, steady };  // not used, set by this step, updated by it
+// A rule as the loops have it. SGD's momentum is not used, set by this step, or updated by it.
+enum class Rule { sgd, sgd_first, sgd_momentum, adam, amsgrad };
+inline constexpr int kRules = 5;
 
 struct StepPass {
-  SgdParams params;
-  double scale;  // of the gradient
+  SgdParams sgd;  // of these two, that of the rule
+  AdamParams adam;
+  double scale;    // of the gradient
+  uint32_t taken;  // steps before this one
   // In the accumulator's type.
   const void* weights_in;
   void* weights_out;  // nullptr: written through the targets only
-  void* momentum;     // nullptr: none
+  void* state[kMaxStates];
 
   // From `bytes` further on.
   StepPass at(size_t bytes) const {
     StepPass pass = *this;
     pass.weights_in = static_cast<const char*>(weights_in) + bytes;
     if (weights_out) pass.weights_out = static_cast<char*>(weights_out) + bytes;
-    if (momentum) pass.momentum = static_cast<char*>(momentum) + bytes;
+    for (void*& array : pass.state)
+      if (array) array = static_cast<char*>(array) + bytes;
     return pass;
   }
 };
@@ -59,8 +65,8 @@ struct Loops {
   Accumulate accumulate[kDTypes][kOps];
   Sum sum[kFloats];
   Sum narrow[kDTypes];        // from one array of accumulator type; integers are copied
-  Step step[kFloats][3];      // [Momentum]; gradients of the wire's type
-  Step step_acc[kFloats][3];  // from one gradient of accumulator type
+  Step step[kFloats][kRules];      // gradients of the wire's type
+  Step step_acc[kFloats][kRules];  // from one gradient of accumulator type
 };
 
 // A table, or nullptr where the loops cannot be compiled.

@@ -134,47 +134,106 @@ void sum(const Targets& out, const void* const* in, int n, size_t lines, double 
   if (out.any_streaming) finish_streaming();
 }
 
-template <Momentum kind, class Acc, size_t lanes>
-PHUB_HD Line<Acc, lanes> step_line(const SgdRule<Acc>& rule, const Line<Acc, lanes>& gradient,
-                                   const char* weights_at, [[maybe_unused]] char* momentum_at) {
+// A rule over vectors: how many arrays of state it has, whether it reads them, and its step.
+template <Rule rule, class Acc>
+struct Stepper {
+  static constexpr int states = rule == Rule::sgd ? 0 : 1;
+  static constexpr bool reads_state = rule == Rule::sgd_momentum;
+  SgdRule<Acc> sgd;
+
+  explicit Stepper(const StepPass& pass) : sgd(pass.sgd, pass.scale) {}
+  template <class V>
+  PHUB_HD V step(V weight, V gradient, [[maybe_unused]] V* state) const {
+    if constexpr (rule == Rule::sgd) return sgd.step(weight, gradient);
+    if constexpr (rule == Rule::sgd_first) return sgd.first_step(weight, gradient, state[0]);
+    if constexpr (rule == Rule::sgd_momentum) return sgd.step(weight, gradient, state[0]);
+  }
+};
+
+// What Adam's rule is told. Not lambdas: these are always inlined.
+struct Root {
+  template <class V>
+  PHUB_HD V operator()(V x) const {
+    return square_root(x);
+  }
+};
+struct Itself {
+  template <class V>
+  PHUB_HD V operator()(V second) const {
+    return second;
+  }
+};
+template <class V>
+struct Largest {
+  V& so_far;
+  PHUB_HD V operator()(V second) const { return so_far = Max::combine(so_far, second); }
+};
+
+template <Rule rule, class Acc>
+  requires(rule == Rule::adam || rule == Rule::amsgrad)
+struct Stepper<rule, Acc> {
+  static constexpr int states = rule == Rule::adam ? 2 : 3;
+  static constexpr bool reads_state = true;
+  AdamRule<Acc> adam;
+
+  explicit Stepper(const StepPass& pass) : adam(pass.adam, pass.scale, pass.taken) {}
+  template <class V>
+  PHUB_HD V step(V weight, V gradient, V* state) const {
+    if constexpr (rule == Rule::amsgrad)
+      return adam.step(weight, gradient, state[0], state[1], Root(), Largest<V>{state[2]});
+    else
+      return adam.step(weight, gradient, state[0], state[1], Root(), Itself());
+  }
+};
+
+// The arrays of state that a pass reads and writes.
+struct States {
+  char* array[kMaxStates];
+  explicit States(const StepPass& pass) {
+    for (int s = 0; s < kMaxStates; ++s) array[s] = static_cast<char*>(pass.state[s]);
+  }
+};
+
+template <class R, class Acc, size_t lanes>
+PHUB_HD Line<Acc, lanes> step_line(const R& rule, const Line<Acc, lanes>& gradient,
+                                   const char* weights_at, const States& state, size_t offset) {
   constexpr size_t bytes = lanes * sizeof(Acc);
+  constexpr int states = R::states;
   auto weights = load<Plain<Acc>, lanes>(weights_at);
   prefetch<bytes>(weights_at);
-  if constexpr (kind == Momentum::none) {
-    for (size_t p = 0; p < weights.parts; ++p)
-      weights.part[p] = rule.step(weights.part[p], gradient.part[p]);
-  } else {
-    Line<Acc, lanes> momentum;
-    if constexpr (kind == Momentum::steady) momentum = load<Plain<Acc>, lanes>(momentum_at);
-    prefetch<bytes>(momentum_at);
-    for (size_t p = 0; p < weights.parts; ++p) {
-      if constexpr (kind == Momentum::steady)
-        weights.part[p] = rule.step(weights.part[p], gradient.part[p], momentum.part[p]);
-      else
-        weights.part[p] = rule.first_step(weights.part[p], gradient.part[p], momentum.part[p]);
-    }
-    store<Plain<Acc>, lanes>(momentum_at, false, momentum);
+  Line<Acc, lanes> lines[states + 1];  // an array has at least one element
+  for (int s = 0; s < states; ++s) {
+    if constexpr (R::reads_state) lines[s] = load<Plain<Acc>, lanes>(state.array[s] + offset);
+    prefetch<bytes>(state.array[s] + offset);
   }
+  for (size_t p = 0; p < weights.parts; ++p) {
+    Vector<Acc> parts[states + 1];
+    for (int s = 0; s < states; ++s) parts[s] = lines[s].part[p];
+    weights.part[p] = rule.step(weights.part[p], gradient.part[p], parts);
+    for (int s = 0; s < states; ++s) lines[s].part[p] = parts[s];
+  }
+  for (int s = 0; s < states; ++s)
+    store<Plain<Acc>, lanes>(state.array[s] + offset, false, lines[s]);
   return weights;
 }
 
 // Gradients in arrays of In, a model on the wire as Out.
-template <class In, class Out, Momentum kind>
+template <class In, class Out, Rule kind>
 void step(const StepPass& pass, const Targets& out, const void* const* in, int n, size_t lines) {
   using Acc = typename In::Acc;
-  constexpr bool frequent = kind == Momentum::steady && is_frequent<In, Out>;
+  constexpr bool frequent =
+      (kind == Rule::sgd_momentum || kind == Rule::adam) && is_frequent<In, Out>;
   constexpr size_t lanes = kLanes<Out>;
   constexpr size_t wide = sizeof(typename In::Wire) / sizeof(typename Out::Wire);
-  const SgdRule<Acc> rule(pass.params, pass.scale);
+  const Stepper<kind, Acc> rule(pass);
   const char* const weights_in = static_cast<const char*>(pass.weights_in);
   char* const weights_out = static_cast<char*>(pass.weights_out);
-  char* const momentum = static_cast<char*>(pass.momentum);
+  const States state(pass);
   specialise<frequent>(in, n, out, [=](const auto& sources, const auto& targets) {
     for (size_t offset = 0; offset < lines * kLineBytes; offset += kLineBytes) {
       const auto gradient = sum_line<In, lanes>(sources, offset * wide);
       const size_t at = offset * kWide<Out>;
-      char* const momentum_at = kind == Momentum::none ? nullptr : momentum + at;
-      const auto weights = step_line<kind>(rule, gradient, weights_in + at, momentum_at);
+      const auto weights = step_line(rule, gradient, weights_in + at, state, at);
       if constexpr (kWide<Out> > 1) store<Plain<Acc>, lanes>(weights_out + at, false, weights);
       targets.template put<Out, lanes>(offset, weights);
     }
@@ -200,11 +259,11 @@ constexpr void fill_bool(Loops& table, DType t) {
   table.narrow[static_cast<int>(t)] = sum<Plain<uint8_t>, Plain<uint8_t>>;
 }
 
-template <class E, Momentum kind>
+template <class E, Rule rule>
 constexpr void fill_step(Loops& table, DType t) {
-  table.step[static_cast<int>(t)][static_cast<int>(kind)] = step<E, E, kind>;
-  table.step_acc[static_cast<int>(t)][static_cast<int>(kind)] =
-      step<Plain<typename E::Acc>, E, kind>;
+  table.step[static_cast<int>(t)][static_cast<int>(rule)] = step<E, E, rule>;
+  table.step_acc[static_cast<int>(t)][static_cast<int>(rule)] =
+      step<Plain<typename E::Acc>, E, rule>;
 }
 
 template <class E>
@@ -212,9 +271,11 @@ constexpr void fill_float(Loops& table, DType t) {
   fill<E>(table, t);
   table.sum[static_cast<int>(t)] = sum<E, E>;
   table.narrow[static_cast<int>(t)] = sum<Plain<typename E::Acc>, E>;
-  fill_step<E, Momentum::none>(table, t);
-  fill_step<E, Momentum::first>(table, t);
-  fill_step<E, Momentum::steady>(table, t);
+  fill_step<E, Rule::sgd>(table, t);
+  fill_step<E, Rule::sgd_first>(table, t);
+  fill_step<E, Rule::sgd_momentum>(table, t);
+  fill_step<E, Rule::adam>(table, t);
+  fill_step<E, Rule::amsgrad>(table, t);
 }
 
 constexpr Loops make_loops() {

@@ -6,13 +6,14 @@ kernel does, so results are compared bitwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phub_collective.backends import bfloat16
-from phub_collective.backends.base import DType, Hyper, ReduceOp
+from phub_collective.backends.base import SGD, Adam, DType, ReduceOp
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def finish(
 
 
 def sgd(
-    hyper: Hyper,
+    hyper: SGD,
     weights: np.ndarray,
     momentum: np.ndarray | None,
     gradient: np.ndarray,
@@ -109,3 +110,30 @@ def sgd(
         momentum = t(hyper.momentum) * momentum + t(1.0 - hyper.dampening) * ascent
     update = ascent + t(hyper.momentum) * momentum if hyper.nesterov else momentum
     return weights - t(hyper.lr) * update, momentum
+
+
+def adam(
+    hyper: Adam,
+    weights: np.ndarray,
+    state: Sequence[np.ndarray],
+    gradient: np.ndarray,
+    scale: float,
+    taken: int,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """One step on arrays of the accumulator's type: the new weights and state (first moment, second
+    moment and, with amsgrad, the largest second moment). `taken`: steps before this one."""
+    t = weights.dtype.type
+    beta1, beta2 = hyper.betas
+    ascent = gradient * t(-scale if hyper.maximize else scale)
+    if hyper.weight_decay != 0.0 and hyper.decoupled_weight_decay:
+        weights = weights * t(1.0 - hyper.lr * hyper.weight_decay)
+    elif hyper.weight_decay != 0.0:
+        ascent = ascent + t(hyper.weight_decay) * weights
+    first = state[0] + t(1.0 - beta1) * (ascent - state[0])
+    second = t(beta2) * state[1] + t(1.0 - beta2) * (ascent * ascent)
+    new = [first, second]
+    if hyper.amsgrad:
+        new.append(np.maximum(state[2], second))
+    rate = t(hyper.lr / (1.0 - beta1 ** (taken + 1)))
+    root = np.sqrt(new[-1]) * t(1.0 / math.sqrt(1.0 - beta2 ** (taken + 1)))
+    return weights - rate * (first / (root + t(hyper.eps))), new

@@ -22,18 +22,19 @@ from phub_collective.errors import (
 )
 
 if TYPE_CHECKING:
-    from phub_collective.backends.base import Hyper
+    from phub_collective.backends.base import SGD, Adam
     from phub_collective.backends.pbox.service import connect_service, create_service
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AuthError",
     "BackendUnavailable",
     "Config",
     "ConfigError",
     "DuplicateName",
-    "Hyper",
     "InternalError",
     "MismatchError",
     "PeerLost",
@@ -47,7 +48,8 @@ __all__ = [
 
 # The PBox from NumPy. These need NumPy, which takes longer to import than all the rest.
 _LAZY = {
-    "Hyper": "phub_collective.backends.base",
+    "SGD": "phub_collective.backends.base",
+    "Adam": "phub_collective.backends.base",
     "connect_service": "phub_collective.backends.pbox.service",
     "create_service": "phub_collective.backends.pbox.service",
 }

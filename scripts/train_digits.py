@@ -119,6 +119,7 @@ class Trainer:
             named_parameters=self.model.named_parameters(),
             optimizer_place=args.optimizer_place,
             shared_model=args.shared_model,
+            staleness=args.staleness,
         )
         self._steps = 0
         self._exchange_s = 0.0
@@ -188,6 +189,9 @@ def parse_arguments() -> argparse.Namespace:
         help="where the optimizer runs (default: worker)")  # fmt: skip
     add("--shared-model", action="store_true",
         help="with --optimizer-place server: read weights where the server wrote them")  # fmt: skip
+    add("--staleness", type=float, default=0,
+        help="with --optimizer-place server: steps that a rank may be ahead of the slowest, each "
+        "rank's being its own; inf: asynchronous (default: 0, synchronous)")  # fmt: skip
     add("--epochs", type=int, default=8)
     add("--batch", type=int, default=64, help="images of all ranks together (default: 64)")
     add("--lr", type=float, default=0.05)

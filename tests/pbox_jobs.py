@@ -15,11 +15,11 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from phub_collective.backends.base import (
+    SGD,
     Buffer,
     Context,
     DType,
     ExchangeSpec,
-    Hyper,
     Key,
     Kind,
     Operation,
@@ -241,7 +241,7 @@ class Bystander:
         self._services = job.services()
         self._stop = threading.Event()
         self.steps = 0
-        optimizer = Hyper(lr=0.5)
+        optimizer = SGD(lr=0.5)
         zeros = {"w": np.zeros(self.SHAPE, np.float32)}
         together(2, lambda rank: self._services[rank].init(zeros, optimizer))
         self._pool = ThreadPoolExecutor(1)

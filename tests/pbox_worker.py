@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phub_collective.backends.base import Hyper
+from phub_collective.backends.base import SGD
 from phub_collective.backends.pbox.service import connect_service
 from phub_collective.config import Config
 from phub_collective.errors import PhubError
@@ -29,7 +29,7 @@ def train(order: dict[str, Any]) -> None:
     try:
         config = Config(lane=order["lane"], timeout=order["timeout"])
         with connect_service(*who, config) as service:
-            service.init({"w": gradient, "b": gradient[:10]}, Hyper(lr=0.1, momentum=0.9))
+            service.init({"w": gradient, "b": gradient[:10]}, SGD(lr=0.1, momentum=0.9))
             steps = 0
             while True:
                 service.push("b", gradient[:10])

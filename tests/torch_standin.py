@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from phub_collective.backends.base import (
+    SGD,
     Counters,
     Exchange,
     ExchangeSpec,
     Hyper,
     Key,
+    KeyState,
     Operation,
     Work,
     layout,
@@ -32,7 +34,7 @@ class DoneWork:
 
 
 class StandInExchange(Exchange):
-    """The exchange of one rank. The result is the gradient (worker), or torch's own SGD step.
+    """The exchange of one rank. The result is the gradient (worker), or torch's own step.
 
     Attributes:
         pushes: per finished or current step: (key name, no_grad) in the order of pushes.
@@ -50,10 +52,13 @@ class StandInExchange(Exchange):
         self.on_wait: Callable[[StandInExchange], None] = lambda exchange: None
         self.hypers: list[list[Hyper]] = []
         self.initialized = 0
+        self.waited_for: list[str] = []  # keys
+        self._answered = False
         self.closed = False
         self._buffers = [np.zeros(size, np.uint8) for _ in range(2)]
         self._weights: list[torch.nn.Parameter] = []
-        self._sgd: torch.optim.SGD | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.state: list[KeyState] = []
         if spec.shared_model:
             self.result = self._buffers[0]
 
@@ -63,12 +68,24 @@ class StandInExchange(Exchange):
         whole = self.arena if memory is None else memory
         return whole[begin : begin + self.spec.keys[key].nbytes].view(np.float32)
 
-    def initialize(self, root: int = 0) -> None:
+    def initialize(self, root: int = 0, state: Sequence[KeyState] | None = None) -> None:
         self.initialized += 1
+        self.state = self.read_state() if state is None else list(state)
         keys = range(len(self.spec.keys))
         self._weights = [torch.nn.Parameter(torch.tensor(self.values(key))) for key in keys]
-        self._sgd = None
+        self._optimizer = None
         self._publish()
+
+    def read_state(self, timeout: float | None = None) -> list[KeyState]:
+        if self._optimizer is None:
+            return self.state or [KeyState(0, []) for _ in self.spec.keys]
+        found = []
+        for weight in self._weights:
+            entry = dict(self._optimizer.state.get(weight, {}))
+            taken = int(entry.pop("step", 1 if entry.get("momentum_buffer") is not None else 0))
+            arrays = [array.numpy().copy() for array in entry.values() if array is not None]
+            found.append(KeyState(taken, arrays))
+        return found
 
     def push(self, key: int, no_grad: bool = False) -> None:
         self.pushes[-1].append((self.spec.keys[key].name, no_grad))
@@ -76,14 +93,25 @@ class StandInExchange(Exchange):
         if no_grad:
             self.values(key)[:] = 0
 
+    def wait_key(self, key: int, timeout: float | None = None) -> None:
+        self.waited_for.append(self.spec.keys[key].name)
+        self._answer()
+
     def wait(self, timeout: float | None = None) -> None:
+        self._answer()
+        self._answered = False
+        self.counters.steps += 1
+        self.pushes.append([])
+
+    def _answer(self) -> None:
+        if self._answered:
+            return
+        self._answered = True
         pushed = [name for name, _ in self.pushes[-1]]
         assert sorted(pushed) == sorted(key.name for key in self.spec.keys)
         self.on_wait(self)
         if self.spec.place == "server":
             self._optimize()
-        self.counters.steps += 1
-        self.pushes.append([])
 
     def _optimize(self) -> None:
         groups: list[dict[str, object]] = [
@@ -93,12 +121,28 @@ class StandInExchange(Exchange):
         for index, (key, weight) in enumerate(zip(self.spec.keys, self._weights, strict=True)):
             weight.grad = None if key.name in without else torch.tensor(self.values(index))
             groups[key.group]["params"].append(weight)  # type: ignore[attr-defined]
-        sgd = torch.optim.SGD(groups)
-        if self._sgd is not None:
-            sgd.state = self._sgd.state
-        self._sgd = sgd
-        sgd.step()
+        is_sgd = isinstance(self.hypers[-1][0], SGD)
+        optimizer = torch.optim.SGD(groups) if is_sgd else torch.optim.Adam(groups)
+        if self._optimizer is not None:
+            optimizer.state = self._optimizer.state
+        else:
+            self._restore(optimizer)
+        self._optimizer = optimizer
+        optimizer.step()
         self._publish()
+
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        names = ["momentum_buffer"]
+        if isinstance(optimizer, torch.optim.Adam):
+            names = ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        for weight, state in zip(self._weights, self.state, strict=True):
+            if state.taken == 0:
+                continue
+            entry = optimizer.state[weight]
+            if isinstance(optimizer, torch.optim.Adam):
+                entry["step"] = torch.tensor(float(state.taken))
+            for name, array in zip(names, state.arrays, strict=False):
+                entry[name] = torch.from_numpy(array.copy())
 
     def _publish(self) -> None:
         if self.spec.shared_model:

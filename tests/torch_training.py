@@ -3,8 +3,10 @@ often the largest difference to training in a single process, is judged by the t
 
 from __future__ import annotations
 
+import copy
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,12 +54,18 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), 0.2, momentum=0.9, weight_decay=0.01)
 
 
-def alone(steps: int, **options: Any) -> Net:
+def adam(model: torch.nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.01)
+
+
+def alone(
+    steps: int, rule: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd, **options: Any
+) -> Net:
     """The model after training on global batches, in this process only."""
     torch.manual_seed(0)
     model = Net()
     model.unused.requires_grad_(False)
-    optimizer = sgd(model)
+    optimizer = rule(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     zeros = options.get("optimizer_place", "worker") == "worker"
     for step in range(steps):
@@ -93,8 +101,38 @@ def train(options: dict[str, Any], steps: int = 5) -> float:
         loss_of(model, step, mine).backward()
         optimizer.step()
         scheduler.step()
-    model.unused.requires_grad_(False)
+    if options.get("wait_in_forward"):
+        optimizer.synchronize()  # parameters are read without a forward
     return difference(model, alone(steps, **options))
+
+
+def continue_from_a_checkpoint(options: dict[str, Any]) -> float:
+    """Adam on the server; rank 0 saves after three steps, loads that, and broadcasts."""
+    torch.manual_seed(hvd.rank())
+    mine = slice(hvd.rank(), hvd.rank() + 1)
+    saved: tuple[Any, Any] | None = None
+    for begin, end in ((0, 3), (3, 6)):
+        model = Net()
+        model.unused.requires_grad_(False)
+        optimizer: Any = hvd.DistributedOptimizer(adam(model), model.named_parameters(), **options)
+        if saved is not None and hvd.rank() == 0:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        for step in range(begin, end):
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            loss_of(model, step, mine).backward()
+            optimizer.step()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    return difference(model, alone(6, adam, **options))
+
+
+def rate(step: int) -> float:
+    """What the scheduler of `alone` comes to, with Adam."""
+    return 0.01 * 0.5 ** (step // 2)
 
 
 def train_different_branches(backend: str) -> float:

@@ -81,6 +81,33 @@ def choose_congestion(fd: int, wanted: str) -> None: ...
 
 # --- PBox ---
 
+class Hyper:
+    """A rule and its values, as on the wire. See HyperWire in wire.h."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...  # refuses: use these
+    @staticmethod
+    def sgd(
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        maximize: bool,
+    ) -> Hyper: ...
+    @staticmethod
+    def adam(
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        decoupled: bool,
+        maximize: bool,
+    ) -> Hyper: ...
+
 class TableInfo:
     """The keys of a table, its chunks and their cores. See table.h."""
 
@@ -106,7 +133,11 @@ class TableInfo:
         arena: bool,
         shared_answers: bool,
         server: bool,
+        states: int,
         shared: bool,
+        deterministic: bool,
+        staleness: int | None,
+        first_keys_first: bool,
     ) -> None: ...
 
 class Table:
@@ -175,17 +206,10 @@ class PboxClient:
     def drop(self, table: int) -> None: ...
     def push(self, table: int, key: int, flags: int, memory: _Bytes) -> None: ...
     def pull(self, table: int, key: int, memory: _Bytes) -> None: ...
-    def set_hyper(
-        self,
-        table: int,
-        group: int,
-        lr: float,
-        momentum: float,
-        dampening: float,
-        weight_decay: float,
-        nesterov: bool,
-        maximize: bool,
-    ) -> None: ...
+    def read_state(self, table: int, key: int, array: int, memory: _Bytes) -> None: ...
+    def taken(self, table: int, key: int) -> int: ...
+    def write_state(self, table: int, key: int, array: int, taken: int, memory: _Bytes) -> None: ...
+    def set_hyper(self, table: int, group: int, hyper: Hyper) -> None: ...
     def done(self, table: int, key: int) -> bool: ...
     def wait(self, table: int, key: int, timeout_s: float) -> bool: ...
     def fail(self, code: int, rank: int, text: str) -> None: ...
@@ -258,6 +282,35 @@ class _Scale:
 class _Execution:
     def __init__(self, isa: _Isa | None = None, streaming: bool = False) -> None: ...
 
+class _AdamParams:
+    def __init__(
+        self,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        decoupled: bool = False,
+        maximize: bool = False,
+    ) -> None: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def amsgrad(self) -> bool: ...
+    @property
+    def decoupled(self) -> bool: ...
+    @property
+    def maximize(self) -> bool: ...
+
 class _SgdParams:
     def __init__(
         self,
@@ -287,6 +340,16 @@ class _Walk:
     TRIAD: _Walk
     REDUCE: _Walk
     SGD: _Walk
+    ADAM: _Walk
+    def __init__(self, value: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class _Way:
+    TALL: _Way
+    WIDE: _Way
     def __init__(self, value: int) -> None: ...
     @property
     def name(self) -> str: ...
@@ -301,8 +364,12 @@ class _Kernels(Protocol):
     Scale: type[_Scale]
     Execution: type[_Execution]
     SgdParams: type[_SgdParams]
+    AdamParams: type[_AdamParams]
     Walk: type[_Walk]
+    Way: type[_Way]
     WALK_SGD: _SgdParams
+    WALK_ADAM: _AdamParams
+    WALK_TAKEN: int
 
     def has_isa(self, isa: _Isa) -> bool: ...
     def best_isa(self) -> _Isa: ...
@@ -334,30 +401,30 @@ class _Kernels(Protocol):
         scale: _Scale = ...,
         execution: _Execution = ...,
     ) -> None: ...
-    def sgd(
+    def step(
         self,
         dtype: int,
-        params: _SgdParams,
+        update: _SgdParams | _AdamParams,
         weights_in: _Bytes,
         weights_out: _Bytes,
-        momentum: _Bytes | None,
+        state: Sequence[_Bytes],
         outs: Sequence[_Bytes],
         acc: _Bytes,
         scale: _Scale,
-        first: bool,
+        taken: int,
         execution: _Execution = ...,
     ) -> None: ...
-    def reduce_sgd(
+    def reduce_step(
         self,
         dtype: int,
-        params: _SgdParams,
+        update: _SgdParams | _AdamParams,
         weights_in: _Bytes,
         weights_out: _Bytes,
-        momentum: _Bytes | None,
+        state: Sequence[_Bytes],
         outs: Sequence[_Bytes],
         inputs: Sequence[_Bytes],
         scale: _Scale,
-        first: bool,
+        taken: int,
         execution: _Execution = ...,
     ) -> None: ...
     def walk(
@@ -367,11 +434,25 @@ class _Kernels(Protocol):
         inputs: Sequence[_Bytes],
         out: _Bytes | None,
         weights: _Bytes | None,
-        momentum: _Bytes | None,
+        state: Sequence[_Bytes],
         chunk_bytes: int,
         slice: int,
         threads: int,
         streaming: bool,
     ) -> list[list[float]]: ...
+    def aggregate(
+        self,
+        way: _Way,
+        inputs: Sequence[_Bytes],
+        out: _Bytes,
+        weights: _Bytes,
+        momentum: _Bytes,
+        merged: _Bytes,
+        keys: Sequence[int],
+        chunk_bytes: int,
+        threads: int,
+        streaming: bool,
+        rounds: int,
+    ) -> list[float]: ...
 
 kernels: _Kernels

@@ -4,54 +4,24 @@
 #include <cstring>
 
 #include "job.h"
-#include "kernels/cpu.h"
+#include "places.h"
 
 namespace phub {
 namespace {
 
-size_t elements(const TableInfo& info, const ChunkInfo& chunk) {
-  return chunk.bytes / item_size(info.keys[chunk.key].dtype);
-}
-
-SgdParams sgd_params(const HyperWire& hyper) {
-  return {hyper.lr,           hyper.momentum,      hyper.dampening,
-          hyper.weight_decay, hyper.nesterov != 0, hyper.maximize != 0};
-}
-
-// A chunk's place in a buffer with the arena's layout.
-std::byte* narrow_at(const std::shared_ptr<Memory>& memory, const ChunkInfo& chunk) {
-  return memory->data() + chunk.offset;
-}
-
-// A chunk's place in a buffer in the accumulator type.
-std::byte* wide_at(const Table& table, const std::shared_ptr<Memory>& memory,
-                   const ChunkInfo& chunk) {
-  return memory->data() + chunk.offset * table.wide;
-}
-
 void next_exchange(Arrivals& arrivals) {
   ++arrivals.step;
+  for (uint32_t& step : arrivals.steps) ++step;
   arrivals.arrived.reset();
   arrivals.with_gradient.reset();
-}
-
-// Weights given from outside: converted to the master's type.
-void set_master(const Table& table, const ChunkInfo& chunk, const void* weights) {
-  const DType t = table.info.keys[chunk.key].dtype;
-  fold(t, ReduceOp::sum, wide_at(table, table.master, chunk), weights, elements(table.info, chunk),
-       true);
-}
-
-void copy_from_master(const Table& table, const ChunkInfo& chunk, void* out) {
-  const DType t = table.info.keys[chunk.key].dtype;
-  finish(t, ReduceOp::sum, out, wide_at(table, table.master, chunk), elements(table.info, chunk));
+  arrivals.init = false;
 }
 
 }  // namespace
 
 // --- over lanes: folded as it arrives ---
 
-void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload) {
+void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload, bool first) {
   const Table& table = *shard.table;
   const ChunkInfo& chunk = table.info.chunks[index];
   const Arrivals& arrivals = shard.chunks[index].arrivals;
@@ -59,9 +29,38 @@ void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload)
   const bool to_answer = !table.info.server && !is_16bit(t);
   std::byte* sum = to_answer ? narrow_at(table.answers[arrivals.step % 2], chunk)
                              : wide_at(table, table.sums, chunk);
-  const bool first = arrivals.with_gradient.count() == 1;
   const Scale scale = arrivals.init ? Scale{} : table.info.scale;
   phub::fold(t, table.info.op, sum, payload, elements(table.info, chunk), first, scale);
+}
+
+// What comes before its turn is kept: at most one chunk of each rank.
+void JobShard::fold_in_order(TableShard& shard, uint32_t index, int rank,
+                             const std::byte* payload) {
+  ChunkState& state = shard.chunks[index];
+  const RankSet& with_gradient = state.arrivals.with_gradient;
+  if (payload && rank != state.in_order)
+    state.held[rank].assign(payload, payload + shard.table->info.chunks[index].bytes);
+  bool first = (with_gradient << static_cast<size_t>(kMaxWorkers - state.in_order)).none();
+  for (int& next = state.in_order;
+       next < workers && state.arrivals.arrived.test(static_cast<size_t>(next)); ++next) {
+    if (!with_gradient.test(static_cast<size_t>(next))) continue;
+    fold(shard, index, next == rank ? payload : state.held.at(next).data(), first);
+    first = false;
+  }
+  if (state.in_order < workers) return;
+  state.in_order = 0;
+  state.held.clear();
+}
+
+void JobShard::optimize(TableShard& shard, uint32_t index, const Update& update) {
+  const Table& table = *shard.table;
+  const ChunkInfo& chunk = table.info.chunks[index];
+  ChunkState& state = shard.chunks[index];
+  const StepArrays arrays =
+      step_arrays(table, chunk, wide_at(table, table.master, chunk), nullptr, 0);
+  step(table.info.keys[chunk.key].dtype, update, arrays, wide_at(table, table.sums, chunk),
+       elements(table.info, chunk), table.info.scale, state.taken);
+  state.taken += state_arrays(update) > 0;
 }
 
 const std::byte* JobShard::reduce_answer(TableShard& shard, uint32_t index) {
@@ -86,18 +85,14 @@ const std::byte* JobShard::optimized_answer(TableShard& shard, uint32_t index) {
   const ChunkInfo& chunk = table.info.chunks[index];
   ChunkState& state = shard.chunks[index];
   const KeyInfo& key = table.info.keys[chunk.key];
-  const size_t count = elements(table.info, chunk);
   std::byte* weights = wide_at(table, table.master, chunk);
-  const std::byte* sum = wide_at(table, table.sums, chunk);
   if (state.arrivals.with_gradient.none()) {
     // No rank has a gradient: weights and state stay as they are.
   } else if (state.arrivals.init) {
+    const std::byte* sum = wide_at(table, table.sums, chunk);
     std::memcpy(weights, sum, chunk.bytes * (is_16bit(key.dtype) ? 2 : 1));
   } else {
-    const SgdParams params = sgd_params(agreed_hyper(key.group));
-    const StepArrays arrays{weights, weights, wide_at(table, table.momentum, chunk), nullptr, 0};
-    sgd(key.dtype, params, arrays, sum, count, table.info.scale, !state.has_momentum);
-    state.has_momentum |= params.momentum != 0.0;
+    optimize(shard, index, agreed_update(key.group));
   }
   if (!is_16bit(key.dtype)) return weights;
   std::byte* answer = narrow_at(table.answers[state.arrivals.step % 2], chunk);
@@ -123,12 +118,10 @@ void JobShard::answer_chunk(TableShard& shard, uint32_t index) {
   for (int rank = 0; rank < workers; ++rank) check_reading(rank);
 }
 
-void JobShard::send_weights(TableShard& shard, uint32_t index, int rank) {
+void JobShard::send_weights(TableShard& shard, uint32_t index, uint32_t step, int rank) {
   const Table& table = *shard.table;
   const ChunkInfo& chunk = table.info.chunks[index];
-  const Header header{
-      FrameKind::result, 0, 0, table.info.first_chunk + index, shard.chunks[index].arrivals.step,
-      chunk.bytes};
+  const Header header{FrameKind::result, 0, 0, table.info.first_chunk + index, step, chunk.bytes};
   std::vector<std::byte> weights(chunk.bytes);
   copy_from_master(table, chunk, weights.data());
   lanes_[static_cast<size_t>(rank)]->send_copy(header, weights.data());
@@ -198,13 +191,13 @@ void JobShard::optimize_in_place(TableShard& shard, const KeyState& key, uint32_
     else
       for (int i = 0; i < n_out; ++i) copy_from_master(table, chunk, outs[static_cast<size_t>(i)]);
   } else {
-    const SgdParams params = sgd_params(agreed_hyper(range.group));
+    const Update update = agreed_update(range.group);
     std::byte* master = own_master ? wide_at(table, table.master, chunk) : nullptr;
-    const StepArrays arrays{own_master ? master : current, own_master ? master : next,
-                            wide_at(table, table.momentum, chunk), outs.data(), n_out};
-    reduce_sgd(range.dtype, params, arrays, ins.data(), n, count, table.info.scale,
-               !state.has_momentum);
-    state.has_momentum |= params.momentum != 0.0;
+    StepArrays arrays =
+        step_arrays(table, chunk, own_master ? master : current, outs.data(), n_out);
+    if (!own_master) arrays.weights_out = next;
+    reduce_step(range.dtype, update, arrays, ins.data(), n, count, table.info.scale, state.taken);
+    state.taken += state_arrays(update) > 0;
   }
 }
 
@@ -216,7 +209,6 @@ void JobShard::finish_key(const Place& place) {
                       place.shard->table->info.first_key + place.index,
                       key.arrivals.step,
                       0};
-  key.next = 0;
   next_exchange(key.arrivals);
   for (Lane* lane : lanes_)
     if (lane) lane->send(header, nullptr);
@@ -229,14 +221,20 @@ bool JobShard::work(int chunks) {
   KeyState& key = place.shard->keys[place.index];
   const bool server = place.shard->table->info.server;
   for (; chunks > 0 && key.next < key.chunks.size(); --chunks, ++key.next, ++answered_) {
-    if (server)
+    if (place.rank != Place::kAll)
+      optimize_alone(*place.shard, key.chunks[key.next], place.rank);
+    else if (server)
       optimize_in_place(*place.shard, key, key.chunks[key.next]);
     else
       reduce_in_place(*place.shard, key, key.chunks[key.next]);
   }
   if (key.next == key.chunks.size()) {
     ready_.pop_front();
-    finish_key(place);
+    key.next = 0;
+    if (place.rank == Place::kAll)
+      finish_key(place);
+    else
+      finish_alone(place);
   }
   return true;
 }

@@ -25,11 +25,21 @@ struct Arrivals {
   uint32_t step = 0;  // number of exchanges finished
   RankSet arrived, with_gradient;
   bool init = false;  // this exchange sets the weights
+  // Where each rank's push is a step of its own:
+  std::vector<uint32_t> steps;  // by rank: number of exchanges that are applied
+  RankSet waiting;              // applied, but not answered
+
+  uint32_t finished(int rank) const {
+    return steps.empty() ? step : steps[static_cast<size_t>(rank)];
+  }
 };
 
 struct ChunkState {
   Arrivals arrivals;
-  bool has_momentum = false;
+  uint32_t taken = 0;  // steps that the optimizer's state has in it
+  // Deterministic: contributions of ranks that came before those of lower ranks.
+  std::map<int, std::vector<std::byte>> held;
+  int in_order = 0;  // ranks below are folded, or have no gradient
 };
 
 struct KeyState {
@@ -88,6 +98,12 @@ class JobShard {
   struct Place {  // of a key or a chunk: the table's shard and the index in it
     TableShard* shard = nullptr;
     uint32_t index = 0;
+    int rank = kAll;  // whose step it is
+    static constexpr int kAll = -1;
+  };
+  struct Group {  // of parameters
+    uint32_t states = 0;  // arrays of state that there are for it
+    std::vector<std::optional<HyperWire>> values;  // by rank
   };
   using Tables = std::map<uint32_t, std::unique_ptr<TableShard>>;
   Tables::iterator find(uint32_t table_id);
@@ -100,21 +116,35 @@ class JobShard {
   [[noreturn]] void refuse_absent(int rank) const;
   void push(int rank, const Header& header, const std::byte* payload);
   void push_key(int rank, const Header& header);
+  void ready(const Place& place);
   void pull(int rank, const Header& header);
+  void state(int rank, const Header& header, const std::byte* payload);
   void set_hyper(int rank, const Header& header, const std::byte* payload);
   [[noreturn]] void report(int rank, const Header& header, const std::byte* payload) const;
   void check_reading(int rank) const;  // throws when it lets its answers pile up
-  const HyperWire& agreed_hyper(uint32_t group) const;
+  Update agreed_update(uint32_t group) const;
+  Update update_of(uint32_t group, int rank) const;
 
   // answer.cpp: the arithmetic of a chunk, from first arrival to answer
-  void fold(TableShard& shard, uint32_t index, const std::byte* payload);
+  void fold(TableShard& shard, uint32_t index, const std::byte* payload, bool first);
+  void fold_in_order(TableShard& shard, uint32_t index, int rank, const std::byte* payload);
+  void optimize(TableShard& shard, uint32_t index, const Update& update);
   const std::byte* reduce_answer(TableShard& shard, uint32_t index);
   const std::byte* optimized_answer(TableShard& shard, uint32_t index);
   void answer_chunk(TableShard& shard, uint32_t index);
   void reduce_in_place(TableShard& shard, const KeyState& key, uint32_t index);
   void optimize_in_place(TableShard& shard, const KeyState& key, uint32_t index);
   void finish_key(const Place& place);
-  void send_weights(TableShard& shard, uint32_t index, int rank);
+  void send_weights(TableShard& shard, uint32_t index, uint32_t step, int rank);
+
+  // alone.cpp: steps of single ranks
+  void step_alone(TableShard& shard, uint32_t index, int rank, const std::byte* payload);
+  void optimize_alone(TableShard& shard, uint32_t index, int rank);
+  void finish_alone(const Place& place);
+  RankSet allowed(const TableInfo& info, const Arrivals& arrivals) const;
+  void answer_allowed_chunk(TableShard& shard, uint32_t index);
+  void answer_allowed_key(TableShard& shard, uint32_t index);
+  void answer_allowed(TableShard& shard);
 
   const int core_;
   std::vector<Lane*> lanes_;  // by rank
@@ -122,8 +152,8 @@ class JobShard {
   std::map<uint32_t, TableShard*> by_key_;  // by first key id
   std::vector<std::unique_ptr<TableShard>> retired_;  // dropped, but with answers still to leave
   size_t chunks_ = 0;  // of tables that are not dropped
-  std::map<uint32_t, std::vector<std::optional<HyperWire>>> hyper_;  // [group of a table][rank]
-  std::deque<Place> ready_;  // complete keys, in the order of completion
+  std::map<uint32_t, Group> groups_;  // by the job's number
+  std::deque<Place> ready_;  // complete keys, in the order of their answers
   RankSet left_;
   std::optional<Error> failed_;
   uint64_t answered_ = 0;

@@ -85,6 +85,34 @@ void bind_types(py::module_& m) {
       .def_readonly("weight_decay", &SgdParams::weight_decay)
       .def_readonly("nesterov", &SgdParams::nesterov)
       .def_readonly("maximize", &SgdParams::maximize);
+  py::class_<AdamParams>(m, "AdamParams")
+      .def(py::init<double, double, double, double, double, bool, bool, bool>(), py::arg("lr"),
+           py::arg("beta1") = 0.9, py::arg("beta2") = 0.999, py::arg("eps") = 1e-8,
+           py::arg("weight_decay") = 0.0, py::arg("amsgrad") = false, py::arg("decoupled") = false,
+           py::arg("maximize") = false)
+      .def_readonly("lr", &AdamParams::lr)
+      .def_readonly("beta1", &AdamParams::beta1)
+      .def_readonly("beta2", &AdamParams::beta2)
+      .def_readonly("eps", &AdamParams::eps)
+      .def_readonly("weight_decay", &AdamParams::weight_decay)
+      .def_readonly("amsgrad", &AdamParams::amsgrad)
+      .def_readonly("decoupled", &AdamParams::decoupled)
+      .def_readonly("maximize", &AdamParams::maximize);
+}
+
+// The arrays of a step of `count` elements of type t; `to`: its outputs.
+StepArrays step_arrays(DType t, size_t count, const Bytes& weights_in, const Bytes& weights_out,
+                       const std::vector<Bytes>& state, const std::vector<void*>& to) {
+  if (state.size() > kMaxStates)
+    refuse("at most 3 arrays of state, got " + std::to_string(state.size()));
+  const size_t wide = count * item_size(accumulator_type(t));
+  StepArrays arrays{input(weights_in, wide),
+                    output(weights_out, wide),
+                    {},
+                    to.data(),
+                    static_cast<int>(to.size())};
+  for (size_t s = 0; s < state.size(); ++s) arrays.state[s] = output(state[s], wide);
+  return arrays;
 }
 
 void bind_reductions(py::module_& m) {
@@ -130,57 +158,53 @@ void bind_reductions(py::module_& m) {
 
 void bind_steps(py::module_& m) {
   m.def(
-      "sgd",
-      [](int dtype, const SgdParams& params, const Bytes& weights_in, const Bytes& weights_out,
-         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs, const Bytes& acc,
-         const Scale& scale, bool first, const Execution& execution) {
+      "step",
+      [](int dtype, const Update& update, const Bytes& weights_in, const Bytes& weights_out,
+         const std::vector<Bytes>& state, const std::vector<Bytes>& outs, const Bytes& acc,
+         const Scale& scale, uint32_t taken, const Execution& execution) {
         const DType t = to_dtype(dtype);
-        const auto wide = static_cast<size_t>(acc.size());
-        const size_t count = wide / item_size(accumulator_type(t));
+        const size_t count = static_cast<size_t>(acc.size()) / item_size(accumulator_type(t));
         const auto to = outputs(outs, count * item_size(t));
-        const StepArrays arrays{input(weights_in, wide), output(weights_out, wide),
-                                momentum ? output(*momentum, wide) : nullptr, to.data(),
-                                static_cast<int>(to.size())};
-        sgd(t, params, arrays, acc.data(), count, scale, first, execution);
+        const auto arrays = step_arrays(t, count, weights_in, weights_out, state, to);
+        step(t, update, arrays, acc.data(), count, scale, taken, execution);
       },
-      py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
-      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(),
-      py::arg("outs").noconvert(), py::arg("acc").noconvert(), py::arg("scale"), py::arg("first"),
+      py::arg("dtype"), py::arg("update"), py::arg("weights_in").noconvert(),
+      py::arg("weights_out").noconvert(), py::arg("state").noconvert(), py::arg("outs").noconvert(),
+      py::arg("acc").noconvert(), py::arg("scale"), py::arg("taken"),
       py::arg("execution") = Execution{});
   m.def(
-      "reduce_sgd",
-      [](int dtype, const SgdParams& params, const Bytes& weights_in, const Bytes& weights_out,
-         const std::optional<Bytes>& momentum, const std::vector<Bytes>& outs,
-         const std::vector<Bytes>& in, const Scale& scale, bool first, const Execution& execution) {
+      "reduce_step",
+      [](int dtype, const Update& update, const Bytes& weights_in, const Bytes& weights_out,
+         const std::vector<Bytes>& state, const std::vector<Bytes>& outs,
+         const std::vector<Bytes>& in, const Scale& scale, uint32_t taken,
+         const Execution& execution) {
         const DType t = to_dtype(dtype);
         if (in.empty()) refuse("at least one input, got none");
         const size_t count = static_cast<size_t>(in[0].size()) / item_size(t);
-        const size_t wide = count * item_size(accumulator_type(t));
         const auto from = inputs(in, count * item_size(t));
         const auto to = outputs(outs, count * item_size(t));
-        const StepArrays arrays{input(weights_in, wide), output(weights_out, wide),
-                                momentum ? output(*momentum, wide) : nullptr, to.data(),
-                                static_cast<int>(to.size())};
-        reduce_sgd(t, params, arrays, from.data(), static_cast<int>(from.size()), count, scale,
-                   first, execution);
+        const auto arrays = step_arrays(t, count, weights_in, weights_out, state, to);
+        reduce_step(t, update, arrays, from.data(), static_cast<int>(from.size()), count, scale,
+                    taken, execution);
       },
-      py::arg("dtype"), py::arg("params"), py::arg("weights_in").noconvert(),
-      py::arg("weights_out").noconvert(), py::arg("momentum").noconvert(),
-      py::arg("outs").noconvert(), py::arg("inputs").noconvert(), py::arg("scale"),
-      py::arg("first"), py::arg("execution") = Execution{});
+      py::arg("dtype"), py::arg("update"), py::arg("weights_in").noconvert(),
+      py::arg("weights_out").noconvert(), py::arg("state").noconvert(), py::arg("outs").noconvert(),
+      py::arg("inputs").noconvert(), py::arg("scale"), py::arg("taken"),
+      py::arg("execution") = Execution{});
 }
 
 using Optional = std::optional<Bytes>;
 
 std::vector<std::vector<double>> timed_walk(Walk what, int dtype, const std::vector<Bytes>& in,
                                             const Optional& out, const Optional& weights,
-                                            const Optional& momentum, size_t chunk_bytes,
+                                            const std::vector<Bytes>& state, size_t chunk_bytes,
                                             size_t slice, int threads, bool streaming) {
   if (in.empty() || in.size() > 8) refuse("1 to 8 inputs, got " + std::to_string(in.size()));
   if (what == Walk::triad && in.size() < 2) refuse("two inputs for a triad");
-  const bool has_state = weights && momentum;
+  const size_t states = what == Walk::sgd ? 1 : what == Walk::adam ? 2 : 0;
   if (what != Walk::read && !out) refuse("an output");
-  if (what == Walk::sgd && !has_state) refuse("weights and momentum");
+  if (state.size() != states || (states > 0 && !weights))
+    refuse("weights and " + std::to_string(states) + " arrays of state");
   if (threads < 1) refuse("at least one thread, got " + std::to_string(threads));
   if (chunk_bytes == 0 || chunk_bytes % 128 != 0 || slice == 0)
     refuse("chunks of a multiple of 128 bytes");
@@ -191,22 +215,57 @@ std::vector<std::vector<double>> timed_walk(Walk what, int dtype, const std::vec
   arrays.in = inputs(in, arrays.bytes);
   if (out) arrays.out = output(*out, arrays.bytes);
   if (weights) arrays.weights = input(*weights, arrays.bytes);
-  if (momentum) arrays.momentum = output(*momentum, arrays.bytes);
+  for (const Bytes& array : state) arrays.state.push_back(output(array, arrays.bytes));
   const py::gil_scoped_release release;
   return walk(what, t, arrays, {chunk_bytes, slice, threads},
               streaming ? Stores::streaming : Stores::cached);
 }
 
+std::vector<double> timed_aggregation(Way way, const std::vector<Bytes>& in, const Bytes& out,
+                                      const Bytes& weights, const Bytes& momentum,
+                                      const Bytes& merged, const std::vector<size_t>& keys,
+                                      size_t chunk_bytes, int threads, bool streaming, int rounds) {
+  if (in.empty() || in.size() > 8) refuse("1 to 8 inputs, got " + std::to_string(in.size()));
+  if (threads < 1 || rounds < 1 || chunk_bytes % 64 || !chunk_bytes)
+    refuse("at least one thread and round, and chunks of a multiple of 64 bytes");
+  WalkArrays arrays;
+  arrays.bytes = static_cast<size_t>(in[0].size());
+  size_t total = 0;
+  for (const size_t bytes : keys) {
+    if (bytes % 64) refuse("keys of a multiple of 64 bytes, got " + std::to_string(bytes));
+    total += bytes;
+  }
+  if (!total || total > arrays.bytes)
+    refuse("keys of at most " + std::to_string(arrays.bytes) + " bytes, got " +
+           std::to_string(total));
+  arrays.in = inputs(in, arrays.bytes);
+  arrays.out = output(out, arrays.bytes);
+  arrays.weights = input(weights, arrays.bytes);
+  arrays.state = {output(momentum, arrays.bytes)};
+  void* const sums = output(merged, arrays.bytes);
+  const py::gil_scoped_release release;
+  return aggregate(way, DType::f32, arrays, sums, keys, {chunk_bytes, 1, threads},
+                   streaming ? Stores::streaming : Stores::cached, rounds);
+}
+
 void bind_walks(py::module_& m) {
+  py::enum_<Way>(m, "Way").value("TALL", Way::tall).value("WIDE", Way::wide);
+  m.def("aggregate", &timed_aggregation, py::arg("way"), py::arg("inputs").noconvert(),
+        py::arg("out").noconvert(), py::arg("weights").noconvert(), py::arg("momentum").noconvert(),
+        py::arg("merged").noconvert(), py::arg("keys"), py::arg("chunk_bytes"), py::arg("threads"),
+        py::arg("streaming"), py::arg("rounds"));
   py::enum_<Walk>(m, "Walk")
       .value("READ", Walk::read)
       .value("COPY", Walk::copy)
       .value("TRIAD", Walk::triad)
       .value("REDUCE", Walk::reduce)
-      .value("SGD", Walk::sgd);
+      .value("SGD", Walk::sgd)
+      .value("ADAM", Walk::adam);
   m.attr("WALK_SGD") = kWalkSgd;
+  m.attr("WALK_ADAM") = kWalkAdam;
+  m.attr("WALK_TAKEN") = kWalkTaken;
   m.def("walk", &timed_walk, py::arg("what"), py::arg("dtype"), py::arg("inputs").noconvert(),
-        py::arg("out").noconvert(), py::arg("weights").noconvert(), py::arg("momentum").noconvert(),
+        py::arg("out").noconvert(), py::arg("weights").noconvert(), py::arg("state").noconvert(),
         py::arg("chunk_bytes"), py::arg("slice"), py::arg("threads"), py::arg("streaming"));
 }
 

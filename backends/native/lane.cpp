@@ -16,6 +16,7 @@ bool is_known(FrameKind kind) {
     case FrameKind::skip:
     case FrameKind::join:
     case FrameKind::result:
+    case FrameKind::state:
     case FrameKind::open:
     case FrameKind::posted:
     case FrameKind::data:

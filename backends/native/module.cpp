@@ -44,7 +44,8 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
                      const Array<uint64_t>& chunk_offsets, const Array<uint32_t>& chunk_bytes,
                      const Array<uint32_t>& chunk_keys, const Array<uint16_t>& chunk_cores, int op,
                      double prescale, double postscale, int divisor, bool arena,
-                     bool shared_answers, bool server, bool shared) {
+                     bool shared_answers, bool server, uint32_t states, bool shared,
+                     bool deterministic, std::optional<uint32_t> staleness, bool first_keys_first) {
   TableInfo table;
   table.id = id;
   table.first_key = first_key;
@@ -55,7 +56,11 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
   table.arena = arena;
   table.shared_answers = shared_answers;
   table.server = server;
+  table.states = states;
   table.shared = shared;
+  table.deterministic = deterministic;
+  table.staleness = staleness.value_or(TableInfo::kAsynchronous);
+  table.first_keys_first = first_keys_first;
   for (py::ssize_t i = 0; i < key_offsets.size(); ++i)
     table.keys.push_back({key_offsets.at(i), key_bytes.at(i), static_cast<DType>(key_dtypes.at(i)),
                           key_groups.at(i), 0, 0});
@@ -69,9 +74,24 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
   return table;
 }
 
-HyperWire make_hyper(double lr, double momentum, double dampening, double weight_decay,
-                     bool nesterov, bool maximize) {
-  return {lr, momentum, dampening, weight_decay, nesterov, maximize};
+uint32_t options(std::initializer_list<std::pair<bool, uint32_t>> set) {
+  uint32_t bits = 0;
+  for (const auto& [is_set, bit] : set) bits |= is_set ? bit : 0;
+  return bits;
+}
+
+HyperWire make_sgd(double lr, double momentum, double dampening, double weight_decay, bool nesterov,
+                   bool maximize) {
+  const uint32_t bits = options({{nesterov, HyperWire::nesterov}, {maximize, HyperWire::maximize}});
+  return {HyperWire::sgd, bits, lr, weight_decay, momentum, dampening, 0, 0, 0};
+}
+
+HyperWire make_adam(double lr, double beta1, double beta2, double eps, double weight_decay,
+                    bool amsgrad, bool decoupled, bool maximize) {
+  const uint32_t bits = options({{amsgrad, HyperWire::amsgrad},
+                                 {decoupled, HyperWire::decoupled},
+                                 {maximize, HyperWire::maximize}});
+  return {HyperWire::adam, bits, lr, weight_decay, 0, 0, beta1, beta2, eps};
 }
 
 TcpOptions tcp_options(const std::string& congestion, int buffer_bytes, int keepalive_s,
@@ -115,6 +135,13 @@ void bind_lanes(py::module_& m) {
 }
 
 void bind_server(py::module_& m) {
+  py::class_<HyperWire>(m, "Hyper")
+      .def_static("sgd", &make_sgd, py::kw_only(), py::arg("lr"), py::arg("momentum"),
+                  py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"),
+                  py::arg("maximize"))
+      .def_static("adam", &make_adam, py::kw_only(), py::arg("lr"), py::arg("beta1"),
+                  py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("amsgrad"),
+                  py::arg("decoupled"), py::arg("maximize"));
   py::class_<TableInfo>(m, "TableInfo")
       .def(py::init(&make_table), py::kw_only(), py::arg("id"), py::arg("first_key"),
            py::arg("first_chunk"), py::arg("bytes"), py::arg("key_offsets").noconvert(),
@@ -123,7 +150,8 @@ void bind_server(py::module_& m) {
            py::arg("chunk_bytes").noconvert(), py::arg("chunk_keys").noconvert(),
            py::arg("chunk_cores").noconvert(), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("shared_answers"),
-           py::arg("server"), py::arg("shared"));
+           py::arg("server"), py::arg("states"), py::arg("shared"), py::arg("deterministic"),
+           py::arg("staleness").none(true), py::arg("first_keys_first"));
   py::class_<Table, std::shared_ptr<Table>>(m, "Table")
       .def_property_readonly("arenas", [](const Table& table) { return table.arenas; })
       .def_property_readonly("answers",
@@ -250,15 +278,27 @@ void bind_client(py::module_& m) {
           },
           py::arg("table"), py::arg("key"), py::arg("memory").noconvert())
       .def(
-          "set_hyper",
-          [](PboxClient& client, uint32_t table, uint32_t group, double lr, double momentum,
-             double dampening, double weight_decay, bool nesterov, bool maximize) {
-            client.set_hyper(table, group,
-                             make_hyper(lr, momentum, dampening, weight_decay, nesterov, maximize));
+          "read_state",
+          [](PboxClient& client, uint32_t table, uint32_t key, uint8_t array,
+             const Array<uint8_t>& memory) {
+            std::byte* at = bytes_of(memory);
+            const py::gil_scoped_release release;
+            client.read_state(table, key, array, at);
           },
-          py::arg("table"), py::arg("group"), py::arg("lr"), py::arg("momentum"),
-          py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"),
-          Unlocked())
+          py::arg("table"), py::arg("key"), py::arg("array"), py::arg("memory").noconvert())
+      .def("taken", &PboxClient::taken, py::arg("table"), py::arg("key"), Unlocked())
+      .def(
+          "write_state",
+          [](PboxClient& client, uint32_t table, uint32_t key, uint8_t array, uint32_t taken,
+             const Array<uint8_t>& memory) {
+            std::byte* at = bytes_of(memory);
+            const py::gil_scoped_release release;
+            client.write_state(table, key, array, taken, at);
+          },
+          py::arg("table"), py::arg("key"), py::arg("array"), py::arg("taken"),
+          py::arg("memory").noconvert())
+      .def("set_hyper", &PboxClient::set_hyper, py::arg("table"), py::arg("group"),
+           py::arg("hyper"), Unlocked())
       .def("done", &PboxClient::done, py::arg("table"), py::arg("key"), Unlocked())
       .def("wait", &PboxClient::wait, py::arg("table"), py::arg("key"), py::arg("timeout_s"),
            Unlocked())

@@ -164,9 +164,10 @@ void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* me
 void PboxClient::pull(uint32_t table, uint32_t key, std::byte* memory) {
   const auto guard = engine_.lock();
   Shard& target = shard(table);
-  if (!target.info.server || target.info.arena)
+  if (!target.info.server || target.info.shared)
     throw Error(ErrorCode::config,
-                "[pbox] only keys with a server optimizer over lanes can be pulled alone");
+                "[pbox] only keys with a server optimizer, of a model that is not shared, can be "
+                "pulled alone");
   Key& state = startable(target, key);
   if (!target.info.keys[key].chunks) return;
   state.memory = memory;
@@ -180,6 +181,8 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
   const KeyInfo& range = info.keys[key];
   Key& state = target.keys[key];
   const bool payload = kind == FrameKind::push && !(flags & flag::no_grad);
+  std::vector<Parcel> parcels;
+  parcels.reserve(range.chunks);
   for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index) {
     const ChunkInfo& chunk = info.chunks[index];
     const Header header{kind,
@@ -188,13 +191,86 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
                         target.ids[server_of(chunk.core)].chunk + index,
                         state.step,
                         payload ? chunk.bytes : 0};
-    target.pending[index] = 1;
-    ++state.outstanding;
-    outstanding_[chunk.core] += answer_bytes(target, *lanes_[chunk.core], index);
+    expect(target, key, index);
     const std::byte* data = payload ? state.memory + (chunk.offset - range.offset) : nullptr;
-    outbox_.push_back({lanes_[chunk.core], header, data});
+    parcels.push_back({lanes_[chunk.core], header, data, &target, key});
   }
+  const auto place = place_in_outbox(target, key);
+  outbox_.insert(place, parcels.begin(), parcels.end());
   post();
+}
+
+// Where a key's chunks are put into the outbox. Those of other tables are not overtaken.
+std::deque<PboxClient::Parcel>::iterator PboxClient::place_in_outbox(const Shard& target,
+                                                                     uint32_t key) {
+  auto place = outbox_.end();
+  if (!target.info.first_keys_first) return place;
+  const auto overtaken = [&](const Parcel& parcel) {
+    return parcel.shard == &target && parcel.key > key;
+  };
+  while (place != outbox_.begin() && overtaken(*std::prev(place))) --place;
+  return place;
+}
+
+// An answer to a chunk.
+void PboxClient::expect(Shard& target, uint32_t key, uint32_t index) {
+  const uint16_t core = target.info.chunks[index].core;
+  ++target.pending[index];
+  ++target.keys[key].outstanding;
+  outstanding_[core] += answer_bytes(target, *lanes_[core], index);
+}
+
+void PboxClient::read_state(uint32_t table, uint32_t key, uint8_t array, std::byte* memory) {
+  const auto guard = engine_.lock();
+  Shard& target = shard(table);
+  Key& state = startable(target, key);
+  const TableInfo& info = target.info;
+  const KeyInfo& range = info.keys[key];
+  if (!range.chunks) return;
+  state.memory = memory;
+  state.pulling = true;
+  const uint8_t parts = is_16bit(range.dtype) ? 2 : 1;
+  for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index)
+    for (uint8_t part = 0; part < parts; ++part) {
+      const Header header{FrameKind::state,
+                          StatePart(array, part).flags(),
+                          static_cast<uint16_t>(rank_),
+                          target.ids[server_of(info.chunks[index].core)].chunk + index,
+                          0,
+                          0};
+      expect(target, key, index);
+      lanes_[info.chunks[index].core]->send(header, nullptr);
+    }
+  started(target);
+}
+
+uint32_t PboxClient::taken(uint32_t table, uint32_t key) {
+  const auto guard = engine_.lock();
+  return shard(table).keys.at(key).taken;
+}
+
+void PboxClient::write_state(uint32_t table, uint32_t key, uint8_t array, uint32_t taken,
+                             const std::byte* memory) {
+  const auto guard = engine_.lock();
+  Shard& target = shard(table);
+  startable(target, key);
+  const TableInfo& info = target.info;
+  const KeyInfo& range = info.keys[key];
+  const uint8_t parts = is_16bit(range.dtype) ? 2 : 1;
+  for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index)
+    for (uint8_t part = 0; part < parts; ++part) {
+      const ChunkInfo& chunk = info.chunks[index];
+      const Header header{FrameKind::state,
+                          StatePart(array, part).flags(),
+                          static_cast<uint16_t>(rank_),
+                          target.ids[server_of(info.chunks[index].core)].chunk + index,
+                          taken,
+                          chunk.bytes};
+      const size_t offset = parts * (chunk.offset - range.offset) + size_t{part} * chunk.bytes;
+      lanes_[chunk.core]->send_copy(header, memory + offset);
+    }
+  engine_.progress_once();
+  engine_.kick();
 }
 
 void PboxClient::post() {
@@ -253,14 +329,19 @@ void PboxClient::set_hyper(uint32_t table, uint32_t group, const HyperWire& hype
 }
 
 std::byte* PboxClient::destination(Lane& lane, const Header& header) {
-  if (header.kind != FrameKind::result) return nullptr;
+  if (header.kind != FrameKind::result && header.kind != FrameKind::state) return nullptr;
   const auto [target, index] = chunk_at(lane, header.id);
   const ChunkInfo& chunk = target->info.chunks[index];
   if (!target->pending[index] || header.length != chunk.bytes)
     throw Error(ErrorCode::protocol,
                 "[pbox] the server's answer does not fit chunk " + std::to_string(index));
   if (target->dropped) return nullptr;
-  return target->keys[chunk.key].memory + (chunk.offset - target->info.keys[chunk.key].offset);
+  const KeyInfo& range = target->info.keys[chunk.key];
+  std::byte* memory = target->keys[chunk.key].memory;
+  if (header.kind == FrameKind::result) return memory + (chunk.offset - range.offset);
+  const size_t wide = is_16bit(range.dtype) ? 2 : 1;
+  return memory + wide * (chunk.offset - range.offset) +
+         size_t{StatePart(header.flags).part} * chunk.bytes;
 }
 
 void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payload) {
@@ -269,15 +350,17 @@ void PboxClient::frame(Lane& lane, const Header& header, const std::byte* payloa
     return engine_.completed();
   }
   if (header.kind == FrameKind::bye) return;
-  if (header.kind != FrameKind::result)
+  if (header.kind != FrameKind::result && header.kind != FrameKind::state)
     throw Error(ErrorCode::protocol, "[pbox] unexpected frame from the server");
-  if (header.flags & flag::arena) {
+  if (header.kind == FrameKind::result && (header.flags & flag::arena)) {
     const auto [target, key] = key_at(lane, header.id);
     return answered(*target, lane, key, lane.footprint(0));
   }
   const auto [target, index] = chunk_at(lane, header.id);
   if (!header.length) copy_answer(*target, index, header);
-  target->pending[index] = 0;
+  --target->pending[index];
+  if (header.kind == FrameKind::state)
+    target->keys[target->info.chunks[index].key].taken = header.step;
   answered(*target, lane, target->info.chunks[index].key, answer_bytes(*target, lane, index));
 }
 

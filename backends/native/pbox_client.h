@@ -42,6 +42,14 @@ class PboxClient : public Sink {
   void push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory);
   // Asks for the current weights of a key into `memory` (server optimizer, not in place).
   void pull(uint32_t table, uint32_t key, std::byte* memory);
+  // Asks for one of a key's arrays in the accumulator's type into `memory` (server optimizer).
+  // array: 0 for the weights (of 16-bit keys), then the optimizer's state.
+  void read_state(uint32_t table, uint32_t key, uint8_t array, std::byte* memory);
+  // Steps that the state which was read last has in it.
+  uint32_t taken(uint32_t table, uint32_t key);
+  // Sets such an array before this rank's next push. `memory` is copied.
+  void write_state(uint32_t table, uint32_t key, uint8_t array, uint32_t taken,
+                   const std::byte* memory);
   // Hyperparameters of a table's parameter group for all later pushes.
   void set_hyper(uint32_t table, uint32_t group, const HyperWire& hyper);
 
@@ -66,16 +74,20 @@ class PboxClient : public Sink {
   void flushed(Lane&) override { post(); }
 
  private:
+  struct Shard;
   struct Parcel {
     Lane* lane;
     Header header;
     const std::byte* payload;
+    const Shard* shard;
+    uint32_t key;
   };
   struct Key {
     uint32_t step = 0;         // exchanges finished
     uint32_t outstanding = 0;  // frames of answer that are still to come
     bool pulling = false;      // this answer finishes no exchange
     std::byte* memory = nullptr;
+    uint32_t taken = 0;  // of the state that was read last
     std::vector<uint16_t> cores;  // that own chunks of it (in place only)
   };
   struct Shard {
@@ -83,7 +95,7 @@ class PboxClient : public Sink {
     std::vector<WireIds> ids;  // by server
     std::vector<std::shared_ptr<Memory>> answers;
     std::vector<Key> keys;
-    std::vector<uint8_t> pending;  // per chunk: its answer is to come
+    std::vector<uint8_t> pending;  // per chunk: answers to come
     uint32_t outstanding = 0;      // keys without their answer
     bool dropped = false;          // lives on for the answers that are still to come
   };
@@ -99,6 +111,8 @@ class PboxClient : public Sink {
   Place chunk_at(const Lane& lane, uint32_t id) const;  // throws when there is none
   Place key_at(const Lane& lane, uint32_t id) const;    // likewise
   void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
+  void expect(Shard& shard, uint32_t key, uint32_t index);
+  std::deque<Parcel>::iterator place_in_outbox(const Shard& shard, uint32_t key);
   void post();
   void send_key(Shard& shard, uint32_t key, uint8_t flags);
   void started(Shard& shard);
@@ -120,6 +134,7 @@ class PboxClient : public Sink {
   // Chunks in the order of their pushes, which all workers share, so that the chunks of all of them
   // meet early: lanes compete for one link, and a lane that ran ahead would only have its chunks
   // wait at the core for those that others' lanes hold back.
+  // Where first keys go first a chunk overtakes those of later keys of its table.
   std::deque<Parcel> outbox_;
   size_t unsent_ = 0;  // frames out of the outbox that lanes hold
   uint32_t outstanding_keys_ = 0;

@@ -36,6 +36,11 @@ void TableInfo::check() const {
     refuse("answers are shared where gradients are only reduced");
   if ((arena || shared_answers) && std::any_of(chunks.begin(), chunks.end(), is_elsewhere))
     refuse("memory is not shared with several servers");
+  if (states > kMaxStates || (states > 0 && !server)) refuse("states of an optimizer, 3 at most");
+  if (staleness > 0 && (!server || shared || deterministic))
+    refuse(
+        "steps of single ranks are for an optimizer on the server, of a model that is not "
+        "shared, in no fixed order");
   for (const ChunkInfo& chunk : chunks) {
     if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
     const KeyInfo& key = keys[chunk.key];
@@ -56,7 +61,8 @@ Table::Table(TableInfo table, int workers) : info(std::move(table)) {
     for (int rank = 0; rank < workers; ++rank)
       arenas.push_back(Memory::shared(info.bytes, Memory::Access::read_write));
   if (info.server) {
-    momentum = Memory::anonymous(info.bytes * wide);
+    for (uint32_t s = 0; s < info.states; ++s)
+      state.push_back(Memory::anonymous(info.bytes * wide));
     if (!info.shared || narrow) master = Memory::anonymous(info.bytes * wide);
   }
   if (info.shared)

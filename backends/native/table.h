@@ -41,7 +41,16 @@ struct TableInfo {
   bool arena = false;           // gradients are read, and answered, in place; or
   bool shared_answers = false;  // workers copy answers from where the core made them
   bool server = false;  // the core runs the optimizer
+  uint32_t states = 0;  // arrays of state that its rules keep at most
   bool shared = false;  // workers read the weights where the core writes them
+  // Contributions are added in the order of the ranks, whenever they come: same bits in every run.
+  bool deterministic = false;
+  // 0: an exchange is one step with all ranks' gradients. Else each rank's push is a step of its
+  // own, answered when nobody is more than so many steps behind (kAsynchronous: at once).
+  uint32_t staleness = 0;
+  static constexpr uint32_t kAsynchronous = UINT32_MAX;
+  // Of what waits to be sent, or to be answered, lower keys go first.
+  bool first_keys_first = false;
 
   // The range of a key's or chunk's bytes is inside the arena, and so on; throws Error(config).
   void check() const;
@@ -61,9 +70,9 @@ struct Table {
   // Not arena: two answers, used in turn. Nobody pushes exchange t+2 of a chunk before all have
   // pushed t+1, hence received t: what is overwritten has left. Memory files if shared_answers.
   std::shared_ptr<Memory> answers[2];
-  std::shared_ptr<Memory> sums;      // wide: where contributions are folded, if not in an answer
-  std::shared_ptr<Memory> master;    // wide: weights
-  std::shared_ptr<Memory> momentum;  // wide
+  std::shared_ptr<Memory> sums;  // wide: where contributions are folded, if not in an answer
+  std::shared_ptr<Memory> master;  // wide: weights
+  std::vector<std::shared_ptr<Memory>> state;  // wide: the optimizer's arrays
   std::shared_ptr<Memory> weights[2];  // shared model: read by the workers, t mod 2
 };
 

@@ -12,12 +12,17 @@
 //               same flags; length 0
 //   pull        id = chunk: answer at once with the current weights (server optimizer only)
 //   hyper       id = parameter group; payload = HyperWire; holds for all later pushes of this rank
+//   state       id = chunk; flags = array (0: the weights, then the optimizer's state) + 16 x part,
+//               of arrays in the accumulator's type, in parts of the chunk's length (16-bit keys
+//               have two). length 0: asks for it; else payload = the array, step = steps that the
+//               state has in it: from now on it is this (server optimizer only)
 //   commit, skip, join                       reserved (hold=True, uneven batches)
 // Core -> worker:
 //   result      payload = the chunk's new elements; or length 0 and
 //               flag in_answer: they stand in the shared answer memory `step mod 2`,
 //               flag arena: the key `id` is answered, all of its chunks on this core stand in
 //               the shared arena
+//   state       the answer to one that asked, with id and flags of that one
 // Worker -> worker (how they are used stands in mesh.h):
 //   open        id = sender's number for a name; step = first use it holds for; payload =
 //               OpenWire + name
@@ -44,6 +49,7 @@ enum class FrameKind : uint8_t {
   skip = 6,
   join = 7,
   result = 8,
+  state = 9,
   open = 16,
   posted = 17,
   data = 18,
@@ -58,6 +64,15 @@ inline constexpr uint8_t arena = 4;
 inline constexpr uint8_t in_answer = 8;
 }  // namespace flag
 
+// The flags of a `state` frame.
+struct StatePart {
+  uint8_t array, part;
+
+  explicit StatePart(uint8_t flags) : array(flags % 16), part(flags / 16) {}
+  StatePart(uint8_t array, uint8_t part) : array(array), part(part) {}
+  uint8_t flags() const { return static_cast<uint8_t>(array + 16 * part); }
+};
+
 struct Header {
   FrameKind kind;
   uint8_t flags;
@@ -68,11 +83,16 @@ struct Header {
 };
 static_assert(sizeof(Header) == 16);
 
+// Of the fields that the rule has no use for, all are 0.
 struct HyperWire {
-  double lr, momentum, dampening, weight_decay;
-  uint32_t nesterov, maximize;
+  enum : uint32_t { sgd = 0, adam = 1 };  // rule
+  enum : uint32_t { maximize = 1, nesterov = 2, amsgrad = 4, decoupled = 8 };  // options
+  uint32_t rule, options;
+  double lr, weight_decay;
+  double momentum, dampening;  // sgd
+  double beta1, beta2, eps;  // adam
 };
-static_assert(sizeof(HyperWire) == 40);
+static_assert(sizeof(HyperWire) == 64);
 
 struct ErrorWire {
   int32_t code;  // ErrorCode

@@ -25,6 +25,8 @@ class TableSpec:
         model: True for a model's exchange (placed by LPT, its gradients in an arena), False for
             one ad-hoc tensor (placed by the hash of its name, its memory given at each use).
         server, shared: the core runs the optimizer; workers read the core's weights in place.
+        states: arrays of state that its rules keep at most.
+        deterministic, staleness, first_keys_first: see `ExchangeSpec`; staleness None: no limit.
     """
 
     name: str
@@ -36,6 +38,10 @@ class TableSpec:
     model: bool
     server: bool = False
     shared: bool = False
+    states: int = 0
+    deterministic: bool = False
+    staleness: int | None = 0
+    first_keys_first: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,12 +71,18 @@ class TableSpec:
                 bool(fields["model"]),
                 bool(fields["server"]),
                 bool(fields["shared"]),
+                int(fields["states"]),
+                bool(fields["deterministic"]),
+                None if fields["staleness"] is None else int(fields["staleness"]),
+                bool(fields["first_keys_first"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"[pbox] a malformed key table: {error!r}") from None
         sizes = (n for key in keys for n in (*key.shape, key.group))
-        if min(sizes, default=0) < 0 or spec.chunk_bytes < 64:
+        if min(sizes, default=0) < 0 or spec.chunk_bytes < 64 or spec.states < 0:
             raise ProtocolError("[pbox] a key table with a negative size or group")
+        if spec.staleness is not None and not 0 <= spec.staleness < 1 << 31:
+            raise ProtocolError(f"[pbox] a key table with staleness {spec.staleness}")
         return spec
 
     def describe(self) -> list[str]:
@@ -78,7 +90,9 @@ class TableSpec:
         head = (
             f"op {self.op.name.lower()}, prescale {self.prescale:g}, "
             f"postscale {self.postscale:g}, chunk_bytes {self.chunk_bytes}, "
-            f"server optimizer {self.server}, shared model {self.shared}"
+            f"server optimizer {self.server} with {self.states} arrays of state, "
+            f"shared model {self.shared}, deterministic {self.deterministic}, "
+            f"staleness {'without limit' if self.staleness is None else self.staleness}"
         )
         return [head, *(describe_key(key) for key in self.keys)]
 
@@ -148,7 +162,8 @@ def native_table(
     else:
         owners = np.where(placed.shard == shard, placed.core, load().NO_CORE)
     offsets, size = layout(spec.keys)
-    average = spec.op is ReduceOp.AVERAGE
+    # A step of a single rank has that rank's gradient as the average.
+    average = spec.op is ReduceOp.AVERAGE and spec.staleness == 0
     return load().TableInfo(
         id=ids.id,
         first_key=ids.first_key,
@@ -169,7 +184,11 @@ def native_table(
         arena=local and spec.model,
         shared_answers=local and not spec.model,
         server=spec.server,
+        states=spec.states,
         shared=spec.shared,
+        deterministic=spec.deterministic,
+        staleness=spec.staleness,
+        first_keys_first=spec.first_keys_first,
     )
 
 

@@ -165,10 +165,11 @@ def memory_need(spec: TableSpec, workers: int, local: bool, shards: int = 1) -> 
     arenas = workers if local and spec.model else 0
     weights = 2 if spec.shared else 0
     answers = 2 if not arenas and (narrow or not spec.server) else 0
-    momentum = spec.server
+    state = spec.states if spec.server else 0
+    held = workers - 1 if spec.deterministic and not arenas else 0
     master = spec.server and (narrow or not spec.shared)
     sums = not arenas and (narrow or spec.server)
-    as_wide_as_keys, wide = arenas + weights + answers, momentum + master + sums
+    as_wide_as_keys, wide = arenas + weights + answers + held, state + master + sums
     copies = as_wide_as_keys + wide * (2 if narrow else 1)
     nbytes = sum(map(_bytes, spec.keys))
     if shards > 1:

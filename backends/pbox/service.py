@@ -3,7 +3,7 @@ Pull, PushPull. No torch needed.
 
     token = create_service("127.0.0.1:4000", "digits", workers=2)
     with connect_service("127.0.0.1:4000", "digits", token, rank) as service:
-        weights = service.init({"w": w, "b": b}, optimizer=Hyper(lr=0.1, momentum=0.9))
+        weights = service.init({"w": w, "b": b}, optimizer=SGD(lr=0.1, momentum=0.9))
         weights["w"] = service.push_pull("w", gradient)
 """
 
@@ -87,14 +87,17 @@ class Service:
         optimizer: Hyper | None = None,
         op: ReduceOp = ReduceOp.AVERAGE,
         root: int = 0,
+        staleness: float = 0,
     ) -> dict[str, np.ndarray]:
         """Register the model and make everyone start from root's values (InitService). Collective.
 
         Args:
             arrays: name -> initial weights, any shape; the same names, shapes and dtypes, in the
                 same order, on every rank.
-            optimizer: the server runs SGD with these and answers with new weights; None: it
-                answers with the reduced gradient.
+            optimizer: the server runs SGD or Adam with these and answers with new weights; None:
+                it answers with the reduced gradient.
+            staleness: (with an optimizer) steps that a rank may be ahead of the slowest one, each
+                rank's push being a step of its own; math.inf: asynchronous; 0: synchronous.
 
         Returns:
             root's weights, as new arrays.
@@ -111,7 +114,10 @@ class Service:
         ]
         self._keys = {key.name: index for index, key in enumerate(self._specs)}
         place = "worker" if optimizer is None else "server"
-        spec = ExchangeSpec("service", self._specs, op, place)
+        states = 0 if optimizer is None else optimizer.state_arrays
+        spec = ExchangeSpec(
+            "service", self._specs, op, place, state_arrays=states, staleness=staleness
+        )
         self._exchange = PboxExchange(self._connection, spec, self._connection.chunk_bytes)
         self._optimizes = optimizer is not None
         if optimizer is not None:

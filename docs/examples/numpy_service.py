@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from phub_collective import Hyper, connect_service, create_service
+from phub_collective import SGD, connect_service, create_service
 
 WORKERS, STEPS = 2, 200
 
@@ -22,7 +22,7 @@ def train(address: str, token: str, rank: int) -> float:
     y = x @ truth + 3.0
     with connect_service(address, "regression", token, rank) as service:
         start = {"w": np.zeros(5), "b": np.zeros(1)}
-        weights = service.init(start, optimizer=Hyper(lr=0.1, momentum=0.5))
+        weights = service.init(start, optimizer=SGD(lr=0.1, momentum=0.5))
         for _ in range(STEPS):
             error = x @ weights["w"] + weights["b"] - y
             service.push("b", error.mean(keepdims=True))  # on its way while w is computed

@@ -1,4 +1,5 @@
-"""`phub bench kernels`: aggregation and optimizer of chunks, beside the machine's memory bandwidth.
+"""`phub bench kernels`: aggregation and optimizer of chunks, beside the machine's memory bandwidth;
+and how cores share a model (ways.py).
 
 A core's arithmetic is bound by memory. So the measure is the time that the same bytes would take at
 the copy bandwidth of the same run ("x floor"), and how the bytes read compare with a core that only
@@ -19,10 +20,10 @@ import numpy as np
 
 from phub_collective.backends import native
 from phub_collective.backends.base import DType
-from phub_collective.bench import report
+from phub_collective.bench import report, ways
 from phub_collective.bench.bandwidth import last_level_cache
 from phub_collective.bench.plan import parse_bytes
-from phub_collective.bench.walks import MAX_ARRAYS, SLICE, WARM, Arrays, Case
+from phub_collective.bench.walks import KERNELS, MAX_ARRAYS, SLICE, WARM, Arrays, Case
 from phub_collective.errors import ConfigError
 from phub_collective.machine import HUGE_PAGES, kernel_value, usable_cpus
 from phub_collective.sizes import size_text
@@ -34,8 +35,8 @@ NOTES = (
     "in GB/s: bytes of gradients taken in",
     "x floor: time / (bytes moved / copy bandwidth); copy is libc's memcpy, chunk by chunk",
     "x read: time / (bytes read or fetched / read bandwidth)",
-    "reduce: average of the arrays; sgd: with momentum and weight decay, from one copy of the "
-    "weights to another",
+    "reduce: average of the arrays; sgd (with momentum), adam: with weight decay, from one copy of "
+    "the weights to another",
     "wrong: numbers that differ from the NumPy twin's, of one more walk",
 )
 
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stores", choices=("cached", "streaming"), default="cached",
                         help="how results and the copy are written (default: cached)")  # fmt: skip
     parser.add_argument("--huge-pages", action="store_true", help="ask for them (MADV_HUGEPAGE)")
+    parser.add_argument("--model", default="ResNet50", metavar="NAME",
+                        help="network for tall against wide aggregation, float32; empty: leave it "
+                        "out (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header and rows there")
 
 
@@ -75,7 +79,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     cases = []
     for threads in parse_numbers("--threads", args.threads, 1024):
         cases += [Case(walk, n, threads, streaming and walk == "copy") for walk, n in MACHINE]
-        cases += [Case(walk, n, threads, streaming) for walk in ("reduce", "sgd") for n in arrays]
+        cases += [Case(walk, n, threads, streaming) for walk in KERNELS for n in arrays]
     return cases
 
 
@@ -182,7 +186,9 @@ def main(args: argparse.Namespace) -> int:
     """
     cases = cases_of(args)
     nbytes, chunk = check_sizes(args, [case.threads for case in cases])
+    model_bytes = ways.Model.size(args.model) if args.model else 0
     header = facts(args)
+    threads = sorted({case.threads for case in cases})
     arrays = Arrays(nbytes, DType[args.dtype.upper()], args.huge_pages)
     times = measure(arrays, cases, chunk, args.rounds)
     rows = [row_of(case, cases, times, nbytes, args.dtype) for case in cases]
@@ -192,8 +198,13 @@ def main(args: argparse.Namespace) -> int:
     print(*(f"# {name}: {value}" for name, value in header.items()), sep="\n")
     print(*(f"# {note}" for note in NOTES), sep="\n")
     print(*row_lines(rows), sep="\n", flush=True)
+    shared: list[dict[str, Any]] = []
+    if args.model:
+        arrays = Arrays(model_bytes, DType.FLOAT32, args.huge_pages)
+        shared = ways.measure(args.model, arrays, threads, chunk, args.rounds)
+        print(*(f"# {note}" for note in ways.NOTES), *ways.row_lines(shared), sep="\n", flush=True)
     if args.json:
-        report.write_json(args.json, {"header": header, "rows": rows})
-    wrong = sum(row["wrong"] or 0 for row in rows)
+        report.write_json(args.json, {"header": header, "rows": rows, "ways": shared})
+    wrong = sum(row["wrong"] or 0 for row in [*rows, *shared])
     print(f"# {'all numbers right' if wrong == 0 else f'{wrong} numbers WRONG'}")
     return 0 if wrong == 0 else 1

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from phub_collective.backends.base import (
+    SGD,
     Backend,
     Buffer,
     DType,
     Exchange,
     ExchangeSpec,
-    Hyper,
     Kind,
     Operation,
     ReduceOp,
@@ -27,7 +27,7 @@ from phub_collective.bench.plan import Workload
 from phub_collective.errors import BackendUnavailable
 
 # Both are exact on integers; a momentum below 1 would need more and more fractional bits.
-HYPER = Hyper(lr=1.0, momentum=1.0)
+HYPER = SGD(lr=1.0, momentum=1.0)
 
 
 def typed(memory: np.ndarray, dtype: DType) -> np.ndarray:

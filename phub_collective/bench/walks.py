@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from phub_collective.backends import native
-from phub_collective.backends.base import DType, Hyper, ReduceOp
+from phub_collective.backends.base import SGD, Adam, DType, ReduceOp
 from phub_collective.kernels import reference
 
 MAX_ARRAYS = 8
+MAX_STATES = 2
+KERNELS = ("reduce", "sgd", "adam")
 HUGE_PAGE = 2 << 20  # bytes
 SLICE = 8  # chunks between two looks at the clock
 WARM = 4  # the first 1/WARM of a walk is not counted: caches still write back what was before
@@ -24,7 +26,7 @@ CHECK_BYTES = 4 << 20  # compared at once, so that NumPy's temporaries stay in t
 
 @dataclass(frozen=True)
 class Case:
-    """One walk: "read", "copy", "triad", or "reduce" and "sgd" of `arrays` gradients."""
+    """One walk: "read", "copy", "triad", or "reduce", "sgd" and "adam" of `arrays` gradients."""
 
     walk: str
     arrays: int
@@ -33,32 +35,38 @@ class Case:
 
     @property
     def is_kernel(self) -> bool:
-        return self.walk in ("reduce", "sgd")
+        return self.walk in KERNELS
+
+    @property
+    def states(self) -> int:
+        """Arrays of the optimizer's state."""
+        return {"sgd": 1, "adam": 2}.get(self.walk, 0)
 
     @property
     def loads(self) -> int:
-        """Bytes read per byte of an array, lines that are fetched to be written included. SGD
-        reads weights and momentum, and writes the momentum in place."""
+        """Bytes read per byte of an array, lines that are fetched to be written included. An
+        optimizer reads weights and state, and writes the state in place."""
         allocates = 0 if self.walk == "read" or self.streaming else 1
-        state = 2 if self.walk == "sgd" else 0
-        return self.arrays + state + allocates
+        weights = 1 if self.states else 0
+        return self.arrays + weights + self.states + allocates
 
     @property
     def stores(self) -> int:
         """Bytes written per byte of an array."""
-        return {"read": 0, "sgd": 2}.get(self.walk, 1)
+        return 0 if self.walk == "read" else 1 + self.states
 
 
 class Arrays:
-    """The memory that all walks share: gradients, weights, momentum and the output."""
+    """The memory that all walks share: gradients, weights, optimizer state and the output."""
 
     def __init__(self, nbytes: int, dtype: DType, huge_pages: bool) -> None:
         """`nbytes` of each array; `huge_pages`: ask the kernel for them."""
         self.nbytes, self.dtype = nbytes, dtype
-        self._core: Any = native.load().kernels
-        made = [self._allocate(huge_pages) for _ in range(MAX_ARRAYS + 3)]
-        self._gradients, (self._out, self._weights, self._momentum) = made[:-3], made[-3:]
-        for index, array in enumerate([*self._gradients, self._weights]):
+        self.kernels: Any = native.load().kernels
+        made = [self._allocate(huge_pages) for _ in range(MAX_ARRAYS + MAX_STATES + 2)]
+        self.gradients, others = made[:MAX_ARRAYS], made[MAX_ARRAYS:]
+        self.out, self.weights, *self.state = others
+        for index, array in enumerate([*self.gradients, self.weights]):
             self._fill(array, index)
 
     def _allocate(self, huge_pages: bool) -> np.ndarray:
@@ -85,13 +93,13 @@ class Arrays:
         return self.nbytes / rate
 
     def _walk(self, case: Case, chunk_bytes: int) -> list[list[float]]:
-        slices: list[list[float]] = self._core.walk(
-            getattr(self._core.Walk, case.walk.upper()),
+        slices: list[list[float]] = self.kernels.walk(
+            getattr(self.kernels.Walk, case.walk.upper()),
             self.dtype,
-            self._gradients[: case.arrays],
-            self._out,
-            self._weights,
-            self._momentum,
+            self.gradients[: case.arrays],
+            self.out,
+            self.weights,
+            self.state[: case.states],
             chunk_bytes,
             SLICE,
             case.threads,
@@ -101,38 +109,57 @@ class Arrays:
 
     def wrong(self, case: Case, chunk_bytes: int) -> int:
         """Walk once more, from known numbers; how many numbers differ from the NumPy twin's."""
-        self._out[:] = 0xFF
-        self._fill(self._momentum, MAX_ARRAYS + 1)
-        momentum_before = self._momentum.copy()
+        self.out[:] = 0xFF
+        before = [self.known_state(index) for index in range(case.states)]
         self._walk(case, chunk_bytes)
         walked = SLICE * chunk_bytes * case.threads
         end = self.nbytes // walked * walked
-        return sum(self._wrong_in(case, part, momentum_before) for part in parts(end))
+        return sum(self._wrong_in(case, part, before) for part in parts(end))
 
-    def _wrong_in(self, case: Case, part: slice, momentum_before: np.ndarray) -> int:
+    def known_state(self, index: int) -> np.ndarray:
+        """Fill an array of state with numbers that are not negative; a copy of it."""
+        self._fill(self.state[index], MAX_ARRAYS + 1 + index)
+        numbers = self.state[index].view(self.dtype.stored)
+        np.abs(numbers, out=numbers)
+        return self.state[index].copy()
+
+    def _wrong_in(self, case: Case, part: slice, before: list[np.ndarray]) -> int:
         stored = self.dtype.stored
-        gradients = [array[part].view(stored) for array in self._gradients[: case.arrays]]
+        gradients = [array[part].view(stored) for array in self.gradients[: case.arrays]]
         total = reference.accumulate(self.dtype, ReduceOp.SUM, gradients)
-        out, momentum = self._out[part].view(stored), self._momentum[part].view(stored)
+        out = self.out[part].view(stored)
+        scale = 1 / case.arrays
         if case.walk == "reduce":
-            scale = reference.Scale(post=1 / case.arrays)
-            return differences(out, reference.finish(self.dtype, ReduceOp.SUM, total, scale))
-        new_weights, new_momentum = reference.sgd(
-            walk_hyper(self._core.WALK_SGD),
-            self._weights[part].view(stored),
-            momentum_before[part].view(stored),
-            total,
-            1 / case.arrays,
-        )
-        assert new_momentum is not None
-        return differences(out, new_weights) + differences(momentum, new_momentum)
+            average = reference.Scale(post=scale)
+            return differences(out, reference.finish(self.dtype, ReduceOp.SUM, total, average))
+        weights = self.weights[part].view(stored)
+        old = [array[part].view(stored) for array in before]
+        if case.walk == "sgd":
+            rule = walk_sgd(self.kernels.WALK_SGD)
+            new_weights, momentum = reference.sgd(rule, weights, old[0], total, scale)
+            assert momentum is not None
+            new = [momentum]
+        else:
+            adam, taken = walk_adam(self.kernels.WALK_ADAM), self.kernels.WALK_TAKEN
+            new_weights, new = reference.adam(adam, weights, old, total, scale, taken)
+        found = [array[part].view(stored) for array in self.state]
+        wrong = sum(differences(f, n) for f, n in zip(found, new, strict=False))
+        return wrong + differences(out, new_weights)
 
 
-def walk_hyper(params: Any) -> Hyper:
-    """The native walk's SgdParams as Hyper."""
-    return Hyper(
+def walk_sgd(params: Any) -> SGD:
+    """The native walk's SgdParams."""
+    return SGD(
         params.lr, params.momentum, params.dampening, params.weight_decay, params.nesterov,
         params.maximize,
+    )  # fmt: skip
+
+
+def walk_adam(params: Any) -> Adam:
+    """The native walk's AdamParams."""
+    return Adam(
+        params.lr, (params.beta1, params.beta2), params.eps, params.weight_decay, params.amsgrad,
+        params.maximize, params.decoupled,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ BANDWIDTH_NOTES = (
 )
 COST_NOTES = (
     "$: one worker with its share of the network, and of its PBox; capital cost only",
-    "samples/s: of one worker, with a PBox less its overhead; per $1000: samples/s for 1000 dollars",
+    "samples/s: of one worker, with a PBox less its overhead",
+    "per $1000: samples/s for 1000 dollars",
     "gain: in throughput for a dollar, over the baseline: sharded servers, full bisection",
 )
 SCALE_NOTES = ("workers: at which the limit is reached, when needs grow with the workers",)

@@ -103,13 +103,18 @@ def racks_of(matrix: Matrix, uplink: float | None = None, pbox_link: float | Non
 
 def _flows(backend: str, matrix: Matrix) -> Iterator[Flows]:
     """What goes over links at the same time, for each step of a backend. A PBox is taken to be on
-    the first host, where a job starts one."""
+    the first host, where a job starts one; of shards there is one on each host."""
     host_of = [matrix.host_of(rank) for rank in range(matrix.size)]
     form = costmodel.FORMS.get(backend, costmodel.ring)
     if form is costmodel.pbox:
         away = Counter(host for host in host_of if host != 0)
         yield Counter({(host, 0): count for host, count in away.items()})
         yield Counter({(0, host): count for host, count in away.items()})
+        return
+    if form is costmodel.pshard:
+        here = Counter(host_of)
+        yield Counter({(a, b): here[a] for a in here for b in here if a != b})
+        yield Counter({(b, a): here[a] for a in here for b in here if a != b})
         return
     count = 1 << matrix.size.bit_length()  # elements: every piece of every block is whole
     plans = [PLANS[form](rank, matrix.size, count) for rank in range(matrix.size)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from phub_collective.torch.names import OperationNames, UnnamedWork
 if TYPE_CHECKING:
     from phub_collective.backends.base import Operation, Work
     from phub_collective.session import Session
+    from phub_collective.torch.reducer import Reducer
 
 
 class Face:
@@ -28,6 +31,7 @@ class Face:
         session: the connection to the other ranks.
         parameter_of_copy: for each living entry of a state_dict() that is a copy, the shared
             parameter it was made of: a broadcast into the copy is meant for the parameter.
+        unsettled: optimizers whose last step's results were not all waited for.
         process: the process that called `init`; a forked child must not say farewell for it.
     """
 
@@ -35,6 +39,7 @@ class Face:
         self.session = session
         self.process = os.getpid()
         self.parameter_of_copy = WeakIdKeyDictionary()
+        self.unsettled: weakref.WeakSet[Reducer] = weakref.WeakSet()
         self._names = OperationNames()
         self._exchanges = 0
         self._cross: tuple[int, int] | None = None
@@ -102,11 +107,19 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job; idempotent, and called at exit. Does not wait for ranks that were lost."""
+    """Leave the job; idempotent, and called at exit. Waits for the results of a last step that did
+    not (others still need this rank for theirs), unless an error ends the process. Does not wait
+    for ranks that were lost."""
     global _face
     closing, _face = _face, None
     atexit.unregister(shutdown)
-    if closing is not None and closing.process == os.getpid():
+    if closing is None or closing.process != os.getpid():
+        return
+    try:
+        if getattr(sys, "last_value", None) is None:
+            for reducer in list(closing.unsettled):
+                reducer.settle()
+    finally:
         closing.session.close()
 
 

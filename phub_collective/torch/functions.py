@@ -13,6 +13,7 @@ from phub_collective.backends.operations import first_difference
 from phub_collective.errors import ConfigError, MismatchError
 from phub_collective.torch.context import face
 from phub_collective.torch.ops import Sum, allreduce_, broadcast_, broadcast_group_
+from phub_collective.torch.optimizer import Distributed
 from phub_collective.torch.tensors import check_host, short_name
 
 GROUP_BYTES = 25 << 20  # small tensors travel together, up to this size
@@ -194,5 +195,7 @@ def broadcast_optimizer_state(
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
     _broadcast_all(tensors, root_rank)
-    if not is_root:
+    # A state that a server has is everybody's: all ranks must set it in the same step.
+    on_server = isinstance(optimizer, Distributed) and optimizer.state_on_server
+    if not is_root or on_server:
         optimizer.load_state_dict(_put_back(structure, tensors))

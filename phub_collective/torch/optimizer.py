@@ -85,18 +85,22 @@ class Distributed(Optimizer):
 
     def synchronize(self) -> None:
         """Finish the exchange of this step's gradients, so that they can be changed before
-        `step`, which will not exchange them again.
+        `step`, which will not exchange them again. With wait_in_forward: wait for the results of
+        the last step.
 
         Raises:
             ConfigError: the optimizer runs on the server.
             PeerLost, PeerTimeout, MismatchError, ProtocolError
         """
+        if self._reducer.options.wait_in_forward:
+            return self._reducer.settle()
         if self._reducer.options.on_server:
             raise ConfigError(
                 "[torch] synchronize() with optimizer_place='server', where gradients are applied "
                 "as they come; use optimizer_place='worker' to clip or unscale them"
             )
         self._reducer.synchronize()
+        return None
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -121,33 +125,36 @@ class Distributed(Optimizer):
         self._reducer.options = dataclasses.replace(self._reducer.options, passes=passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the wrapped optimizer's. With optimizer_place="server" momentum stays on the PBox and
-        is not in it, which a warning tells: a run that goes on from it begins with none."""
-        reducer = self._reducer
-        has_momentum = any(group.get("momentum") for group in self.param_groups)
-        if reducer.options.on_server and reducer.counters.steps and has_momentum:
-            warnings.warn(
-                "[torch] state_dict() of an optimizer on the server has no momentum: who continues "
-                "from it begins with none, and trains differently; use optimizer_place='worker' "
-                "where checkpoints must be exact",
-                stacklevel=2,
-            )
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; begins a new step.
+        """As the wrapped optimizer's. With optimizer_place="server" its state is read from there;
+        16-bit parameters have their weights in float32 in it, too. Not collective.
 
         Raises:
-            ConfigError: the optimizer runs on the server, and `state_dict` holds momentum.
+            ConfigError: the server has begun to apply this step's gradients.
+            PeerLost, PeerTimeout: see `synchronize`.
         """
-        if self._reducer.options.on_server and _has_momentum(state_dict):
-            raise ConfigError(
-                "[torch] load_state_dict() of momentum with optimizer_place='server'; moving state "
-                "to the server is not available: load only param_groups, or use "
-                "optimizer_place='worker'"
-            )
+        if not self._reducer.options.on_server:
+            return super().state_dict()
+        self.state.update(self._reducer.state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; begins a new step. With optimizer_place="server" all ranks
+        must call it before the same step, in which the server takes the state of rank 0."""
         self._reducer.drop()
-        super().load_state_dict(state_dict)
+        if not self._reducer.options.on_server:
+            return super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = _parameters(self)
+        entries = state_dict["state"]
+        if entries or self._reducer.counters.steps:  # else the server has none either
+            self._reducer.load_state(
+                {p: entries[i] for p, i in zip(parameters, saved, strict=True) if i in entries}
+            )
+        return None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; its parameters are exchanged from the next step on."""
@@ -168,6 +175,11 @@ class Distributed(Optimizer):
     def exchange_backend(self) -> str:
         """Name of the backend that carries the exchange, also where the selector chose it."""
         return self._reducer.backend
+
+    @property
+    def state_on_server(self) -> bool:
+        """Whether the optimizer's state is on the server, from where `state_dict` reads it."""
+        return self._reducer.options.on_server
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -226,16 +238,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer_place: str = "worker",
     shared_model: bool = False,
     backend: str | None = None,
+    deterministic: bool = False,
+    staleness: float = 0,
+    wait_in_forward: bool = False,
     hold: bool = False,
 ) -> AnyOptimizer:
     """Make `optimizer` exchange its gradients with all ranks; returns it. Collective.
 
     Gradients are sent while backward goes on. With the optimizer on the server, all ranks start
-    from the weights of rank 0, momentum lives on the server (not in `state_dict()`), and a
-    parameter that no rank has a gradient for keeps its weights and state.
+    from the weights and the optimizer's state of rank 0, the state lives on the server
+    (`state_dict()` reads it), and a parameter that no rank has a gradient for keeps its weights
+    and state.
 
     Args:
-        optimizer: any torch optimizer; with optimizer_place="server" a torch.optim.SGD.
+        optimizer: any torch optimizer; with optimizer_place="server" SGD, Adam or AdamW.
         named_parameters: `model.named_parameters()`; None: names are made from positions.
         compression: Compression.none.
         backward_passes_per_step: see `set_backward_passes_per_step`.
@@ -249,6 +265,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer_place: "worker", or "server": the PBox runs it.
         shared_model: the parameters become views of the PBox's memory on this host.
         backend: name of a backend; None: the selector's choice.
+        deterministic: the same bits in every run: gradients are added in the order of the ranks.
+        staleness: with optimizer_place="server": 0: synchronous. Else each rank's gradients are
+            applied when they come, and a rank waits when it is this many steps ahead of the slowest
+            one; math.inf: it never waits (asynchronous).
+        wait_in_forward: with optimizer_place="server", without a shared model: `step` returns at
+            once, and each module waits for its own new weights in its next forward. The weights of
+            the first layers travel first. A module's state_dict() waits too; who reads a parameter
+            otherwise calls `synchronize` before.
         hold: not available.
 
     Raises:
@@ -260,6 +284,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ConfigError("[torch] this optimizer is distributed already; wrap it once")
     check_compression(compression)
     _check_place(optimizer, optimizer_place, shared_model, hold)
+    if not staleness >= 0 or (staleness > 0 and optimizer_place != "server"):
+        raise ConfigError(
+            f"[torch] staleness={staleness}; expected 0, or with optimizer_place='server' a number "
+            "of steps or math.inf"
+        )
+    if wait_in_forward and (optimizer_place != "server" or shared_model):
+        raise ConfigError(
+            "[torch] wait_in_forward=True needs optimizer_place='server' and shared_model=False: "
+            "the worker's optimizer needs all gradients, and a shared model changes as a whole"
+        )
     predivide = _checked_predivide(gradient_predivide_factor, op)
     options = Options(
         named=_named(optimizer, named_parameters),
@@ -271,9 +305,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         on_server=optimizer_place == "server",
         shared_model=shared_model,
+        deterministic=deterministic,
+        staleness=staleness,
+        wait_in_forward=wait_in_forward,
         backend=backend,
     )
     reducer = Reducer(optimizer, options)
+    if options.on_server and optimizer.state:  # of a checkpoint: it goes to the server
+        reducer.load_state(dict(optimizer.state))
+        optimizer.state.clear()
     reducer.lay()
     return _dress(optimizer, reducer)
 
@@ -367,8 +407,3 @@ def _bucket_bytes(
             "[torch] groups: expected lists of the optimizer's parameters, each in at most one"
         )
     return 0
-
-
-def _has_momentum(state_dict: dict[str, Any]) -> bool:
-    states = state_dict.get("state", {}).values()
-    return any(state.get("momentum_buffer") is not None for state in states)

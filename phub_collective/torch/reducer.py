@@ -5,7 +5,8 @@ A step begins with its first gradient and ends when all results are there:
     hook of a parameter   counts the gradient; in the last backward pass it is brought into the
                           arena and pushed, while backward goes on
     synchronize           pushes what no hook has pushed (parameters without a gradient are pushed
-                          as such), waits for the results
+                          as such), waits for the results; with wait_in_forward it leaves that to
+                          the modules that use them next
 
 Opening the exchange anew (parameters were cast, moved, unfrozen or added) and adopting weights
 that were changed by hand are collective. They happen in `synchronize`, never inside backward: in
@@ -17,7 +18,7 @@ Thread contract: none; hooks run where backward was called, for parameters in ho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,9 @@ from phub_collective.backends.base import Exchange, ExchangeSpec, Kind, Operatio
 from phub_collective.errors import ConfigError
 from phub_collective.torch.arena import Slot, key_of, slots_of
 from phub_collective.torch.context import Face, face
-from phub_collective.torch.places import Groups, Place, ServerPlace, WorkerPlace
+from phub_collective.torch.modules import before_use
+from phub_collective.torch.places import Entries, Groups, Place, ServerPlace, WorkerPlace
+from phub_collective.torch.server_state import hyper_of
 from phub_collective.torch.shared_model import SharedModelPlace
 
 
@@ -42,6 +45,8 @@ class Options:
         passes: backward passes per step.
         bucket_bytes: 0: the session's setting.
         on_server, shared_model: where the optimizer runs, where its result stands.
+        deterministic, staleness: as in `ExchangeSpec`.
+        wait_in_forward: a step does not wait for its results, whoever uses them next does.
         backend: None: the selector's choice.
     """
 
@@ -54,6 +59,9 @@ class Options:
     sparse_as_dense: bool = False
     on_server: bool = False
     shared_model: bool = False
+    deterministic: bool = False
+    staleness: float = 0
+    wait_in_forward: bool = False
     backend: str | None = None
 
 
@@ -84,6 +92,7 @@ class Reducer:
         self._place: Place = WorkerPlace()
         if options.on_server:
             self._place = SharedModelPlace() if options.shared_model else ServerPlace()
+        self._loaded: Entries | None = None  # state that the server shall have
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._failed: Exception | None = None
         # the exchange, and how it was opened
@@ -91,6 +100,9 @@ class Reducer:
         self._exchange: Exchange | None = None
         self._name, self._epoch = "", 0
         self._slots: dict[torch.Tensor, Slot] = {}
+        self._unsettled = False  # the last step's results are not all taken:
+        self._unread: dict[torch.Tensor, Slot] = {}  # those that are not
+        self._watched: list[RemovableHandle] = []  # modules that wait for them
         self._group_indices: list[int] = []
         # this step
         self._begun = False  # a gradient has come
@@ -143,6 +155,8 @@ class Reducer:
         if here is not self._face:
             self._face, self._name, self._epoch = here, here.exchange_name(), 0
         elif self._exchange is not None:
+            # The state goes on with the new exchange; rank 0's counts.
+            self._loaded = self.state() if here.session.rank == 0 else {}
             self._exchange.close()
             self._epoch += 1
         entries = [one for one in self._entries() if one[1].requires_grad and one[1].numel()]
@@ -161,17 +175,25 @@ class Reducer:
                 options.bucket_bytes or here.session.config.bucket_bytes,
                 options.prescale,
                 options.postscale,
+                self._state_arrays(),
+                options.deterministic,
+                options.staleness,
+                options.wait_in_forward,
             ),
             options.backend,
         )
         parameters = [parameter for _, parameter, _ in entries]
         slots = slots_of(parameters, keys, exchange.offsets, exchange.arena)
         self._slots = dict(zip(parameters, slots, strict=True))
-        self._place.opened(exchange, slots)
+        self._opened(exchange)
         for parameter in parameters:
             if parameter not in self._hooks:
                 hook = _hook(weakref.WeakMethod(self._on_gradient))
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        if options.wait_in_forward:
+            for handle in self._watched:
+                handle.remove()
+            self._watched = before_use(parameters, weakref.WeakMethod(self.take))
 
     def _adopt_weights(self) -> None:
         """Make weights that were changed by hand everybody's. Collective."""
@@ -180,13 +202,48 @@ class Reducer:
         # Who comes here alone learns it from the name of this operation.
         barrier = Operation(Kind.BARRIER, f"{self._name}: weights were changed by hand")
         self._face.session.submit(barrier).wait()
-        self._place.opened(self._exchange, list(self._slots.values()))
+        self._opened(self._exchange)
+
+    def _opened(self, exchange: Exchange) -> None:
+        slots = list(self._slots.values())
+        self._place.opened(exchange, slots, self._groups(), self._loaded)
+        self._loaded = None
+
+    def _state_arrays(self) -> int:
+        if not self.options.on_server:
+            return 0
+        return max(hyper_of(group).state_arrays for group in self._groups())
+
+    def state(self) -> Entries:
+        """The optimizer's state by parameter, where the server has it. Not collective.
+
+        Raises:
+            ConfigError: a step has begun.
+        """
+        self.settle()
+        if self._loaded is not None:
+            return self._loaded
+        if self._exchange is None:
+            return {}
+        if self._in_flight:
+            raise ConfigError(
+                "[torch] the optimizer's state is on the server, which has begun to change it: "
+                "call state_dict() before backward() or after step()"
+            )
+        return self._place.state(self._exchange, list(self._slots.values()), self._groups())
+
+    def load_state(self, entries: Entries) -> None:
+        """What the server's state shall be from the next step on; collective then, and rank 0's
+        counts."""
+        self._loaded = entries
 
     # ---- a step
 
     def _begin(self) -> None:
+        self.settle()
         self._begun, self._reduced = True, False
-        self._held = not self._is_laid() or self._place.changed(list(self._slots.values()))
+        changed = self._loaded is not None or self._place.changed(list(self._slots.values()))
+        self._held = changed or not self._is_laid()
         if not self._held:
             self._open_step()
 
@@ -266,12 +323,44 @@ class Reducer:
             if not slot.pushed:
                 self._push(slot)
         self._check_unchanged(slots)
-        self._exchange.wait()
-        self._check_unchanged(slots)
-        self._place.finish(self._exchange, slots)
-        self._count()
+        if self.options.wait_in_forward:
+            for slot in slots:
+                slot.parameter.grad = None  # its memory is being exchanged
+            self._unread, self._unsettled = dict(self._slots), True
+            face().unsettled.add(self)
+        else:
+            self._exchange.wait()
+            self._check_unchanged(slots)
+            self._place.finish(self._exchange, slots)
+            self._count()
         self._reset()
         self._reduced = True
+
+    def take(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for the last step's results of these parameters, and take them."""
+        for parameter in parameters:
+            slot = self._unread.get(parameter)
+            if slot is None:
+                continue
+            self.raise_if_failed()
+            assert self._exchange is not None
+            try:
+                self._exchange.wait_key(slot.index)
+                self._place.finish(self._exchange, [slot])
+            except Exception as error:
+                self._failed = error
+                raise
+            del self._unread[parameter]
+
+    def settle(self) -> None:
+        """Take all results of the last step that nobody has taken yet."""
+        if not self._unsettled:
+            return
+        self.take(list(self._unread))
+        assert self._exchange is not None
+        self._exchange.wait()  # for nothing: it ends the exchange's step
+        self._unsettled = False
+        self._count()
 
     def _check_unchanged(self, slots: list[Slot]) -> None:
         for slot in slots:

@@ -7,7 +7,6 @@ compute a wrong gradient without an error.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from phub_collective.backends.base import Exchange
 from phub_collective.torch.arena import Slot, view
 from phub_collective.torch.context import face, is_initialized
-from phub_collective.torch.places import ServerPlace
+from phub_collective.torch.modules import modules_of
+from phub_collective.torch.places import Entries, Groups, ServerPlace
 from phub_collective.torch.tensors import count_write
 
 
@@ -28,9 +28,11 @@ class SharedModelPlace(ServerPlace):
         self._views: dict[int, list[torch.Tensor]] = {}  # by address of the result buffer
         self._known: set[int] = set()  # parameters whose modules return copies
 
-    def opened(self, exchange: Exchange, slots: Sequence[Slot]) -> None:
+    def opened(
+        self, exchange: Exchange, slots: Sequence[Slot], groups: Groups, loaded: Entries | None
+    ) -> None:
         self._views.clear()
-        super().opened(exchange, slots)
+        super().opened(exchange, slots, groups, loaded)
         parameters = {id(slot.parameter) for slot in slots}
         if not parameters <= self._known:
             copy_in_state_dict(parameters)
@@ -52,16 +54,9 @@ def copy_in_state_dict(parameters: Collection[int]) -> None:
     """Make state_dict() of the modules that own `parameters` (ids) return copies: a view would
     change with every second step, and keep the whole arena alive. The hooks stay for as long as
     the modules do, since their parameters stay views."""
-    for module in _modules():
-        owned = module.__dict__.get("_parameters", {}).values()
-        hooks = module.__dict__.get("_state_dict_hooks", {}).values()
-        if any(id(one) in parameters for one in owned) and _copy_entries not in hooks:
+    for module in modules_of(parameters):
+        if _copy_entries not in module.__dict__.get("_state_dict_hooks", {}).values():
             module.register_state_dict_post_hook(_copy_entries)
-
-
-def _modules() -> list[torch.nn.Module]:
-    """All modules of the process: an optimizer is given parameters, which do not know theirs."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
 
 
 def _copy_entries(

@@ -82,23 +82,30 @@ Array reduced(DType t, ReduceOp op, Inputs& in, size_t count, const Scale& scale
 }
 
 struct Stepped {
-  Array weights, momentum, out;
+  Array weights, out;
+  std::vector<Array> state;
   bool operator==(const Stepped&) const = default;
 };
 
+const Update kUpdates[] = {SgdParams{0.1, 0.9, 0.0, 0.01, true, false},
+                           AdamParams{0.1, 0.9, 0.99, 1e-8, 0.01, false, false, false},
+                           AdamParams{0.1, 0.9, 0.99, 1e-8, 0.01, true, true, true}};
+
 // Two steps of a double-buffered model.
-Stepped stepped(DType t, Inputs& in, size_t count, const Execution& execution) {
+Stepped stepped(DType t, const Update& update, Inputs& in, size_t count,
+                const Execution& execution) {
   const size_t wide = item_size(accumulator_type(t));
   Array buffers[2] = {Array(count * wide, 4), Array(count * wide, 12)};
-  Stepped result{Array(0, 0), Array(count * wide, 8), Array(count * item_size(t), 2)};
+  Stepped result{Array(0, 0), Array(count * item_size(t), 2), {}};
   fill(accumulator_type(t), buffers[0], count, 99);
-  const SgdParams params{0.1, 0.9, 0.0, 0.01, true, false};
+  for (int s = 0; s < state_arrays(update); ++s)
+    result.state.emplace_back(count * wide, 8 * static_cast<size_t>(s));
   void* out = result.out.data();
-  for (int step = 0; step < 2; ++step) {
-    const StepArrays arrays{buffers[step % 2].data(), buffers[1 - step % 2].data(),
-                            result.momentum.data(), &out, 1};
-    reduce_sgd(t, params, arrays, in.pointers.data(), static_cast<int>(in.pointers.size()), count,
-               {1.0, 0.25, 1}, step == 0, execution);
+  for (uint32_t step = 0; step < 2; ++step) {
+    StepArrays arrays{buffers[step % 2].data(), buffers[1 - step % 2].data(), {}, &out, 1};
+    for (size_t s = 0; s < result.state.size(); ++s) arrays.state[s] = result.state[s].data();
+    reduce_step(t, update, arrays, in.pointers.data(), static_cast<int>(in.pointers.size()), count,
+                {1.0, 0.25, 1}, step, execution);
   }
   result.weights = buffers[0];
   return result;
@@ -121,15 +128,16 @@ TEST(reductions_are_the_same_on_every_isa) {
 }
 
 TEST(steps_are_the_same_on_every_isa) {
-  for (DType t : {DType::f32, DType::f64, DType::f16, DType::bf16})
-    for (int n : {1, 2, 8, 11})
-      for (size_t count : kCounts) {
-        Inputs in(t, n, count);
-        const Stepped expected = stepped(t, in, count, {Isa::baseline, Stores::cached});
-        for (Isa isa : isas())
-          for (Stores stores : {Stores::cached, Stores::streaming})
-            CHECK(stepped(t, in, count, {isa, stores}) == expected);
-      }
+  for (const Update& update : kUpdates)
+    for (DType t : {DType::f32, DType::f64, DType::f16, DType::bf16})
+      for (int n : {1, 2, 8, 11})
+        for (size_t count : kCounts) {
+          Inputs in(t, n, count);
+          const Stepped expected = stepped(t, update, in, count, {Isa::baseline, Stores::cached});
+          for (Isa isa : isas())
+            for (Stores stores : {Stores::cached, Stores::streaming})
+              CHECK(stepped(t, update, in, count, {isa, stores}) == expected);
+        }
 }
 
 TEST(one_call_equals_folding_and_finishing) {
@@ -186,9 +194,9 @@ TEST(wrong_arguments_are_refused) {
   const auto no_input =
       THROWN(std::invalid_argument, reduce(DType::f32, ReduceOp::sum, &out, 1, &in, 0, 1));
   CHECK_CONTAINS(no_input.what(), "at least one input and output, got 0 and 1");
-  const StepArrays arrays{&one, &one, nullptr, nullptr, 0};
+  const StepArrays arrays{&one, &one, {}, nullptr, 0};
   const auto integers =
-      THROWN(std::invalid_argument, sgd(DType::i32, {}, arrays, &one, 1, {}, true));
+      THROWN(std::invalid_argument, step(DType::i32, SgdParams{}, arrays, &one, 1, {}, 0));
   CHECK_CONTAINS(integers.what(), "a floating type");
 }
 

@@ -45,6 +45,11 @@ inline TableInfo table_of(const std::vector<KeySpec>& keys, int cores, size_t ch
   return info;
 }
 
+inline HyperWire sgd(double lr, double momentum = 0, double dampening = 0,
+                     double weight_decay = 0) {
+  return {HyperWire::sgd, 0, lr, weight_decay, momentum, dampening, 0, 0, 0};
+}
+
 // Shared memory as a worker has it: another mapping.
 inline std::shared_ptr<Memory> mapped(const std::shared_ptr<Memory>& memory,
                                       Memory::Access access) {

@@ -11,7 +11,7 @@ using namespace test;
 
 namespace {
 
-constexpr HyperWire kHyper{0.1, 0.9, 0, 0, 0, 0};
+const HyperWire kHyper = sgd(0.1, 0.9);
 const std::vector<KeySpec> kKeys = {{2500}, {10}, {0}, {1024}};
 
 int open_descriptors() {
@@ -28,6 +28,8 @@ class FuzzedJob {
   FuzzedJob(Box& box, uint32_t id, std::mt19937& random)
       : box_(box), id_(id), random_(random), info_(table_of(kKeys, kCores)) {
     info_.server = random() % 2;
+    info_.states = info_.server ? 1 : 0;
+    info_.deterministic = random() % 2;
     info_.arena = random() % 3 == 0;
     info_.shared = info_.arena && info_.server && random() % 2;
     box.server.add_job(id, 2);

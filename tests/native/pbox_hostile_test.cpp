@@ -66,10 +66,30 @@ std::vector<Offence> offences() {
   all.push_back({"in place",
                  [](auto& r, auto& t) { r.send(1, frame(K::push_key, t.first_key + 1, 0)); },
                  true});
-  all.push_back(
-      {"of no key", [](auto& r, auto&) { r.send(0, frame(K::hyper, 1, 40)); }, false, true});
+  all.push_back({"of no key",
+                 [](auto& r, auto&) { r.send(0, frame(K::hyper, 1, sizeof(HyperWire))); }, false,
+                 true});
   all.push_back(
       {"39 bytes", [](auto& r, auto&) { r.send(0, frame(K::hyper, 0, 39)); }, false, true});
+  const auto hyper = [](RawRank& r, uint32_t rule, uint32_t options) {
+    const HyperWire values{rule, options, 0.1, 0, 0.9, 0, 0.9, 0.99, 1e-8};
+    r.send(0, frame(K::hyper, 0, sizeof values), &values);
+  };
+  all.push_back({"unknown rule, 7", [=](auto& r, auto&) { hyper(r, 7, 0); }, false, true});
+  all.push_back({"2 arrays of state are needed; the keys were registered with 1",
+                 [=](auto& r, auto&) { hyper(r, HyperWire::adam, 0); }, false, true});
+  const auto state = [=](int array, int part, uint32_t length) {
+    return [=](RawRank& r, const TableInfo& t) {
+      const StatePart which(static_cast<uint8_t>(array), static_cast<uint8_t>(part));
+      r.send(0, frame(K::state, id(t, 0), length, which.flags()));
+    };
+  };
+  all.push_back({"array 0 part 0 with 0 bytes", state(0, 0, 0)});  // it has no optimizer
+  all.push_back({"array 2 part 0 with 0 bytes", state(2, 0, 0), false, true});
+  all.push_back({"array 1 part 1 with 4096 bytes", state(1, 1, 4096), false, true});
+  all.push_back({"array 1 part 0 with 40 bytes", state(1, 0, 40), false, true});
+  all.push_back({"state of unknown chunk",
+                 [=](auto& r, auto& t) { r.send(0, frame(K::state, id(t, 3), 0)); }, false, true});
   return all;
 }
 
@@ -90,6 +110,7 @@ TEST(every_offence_ends_its_own_job_and_names_the_rank) {
       TableInfo info = table_of(kKeys, kCores);
       info.arena = offence.arena;
       info.server = offence.server;
+      info.states = offence.server ? 1 : 0;
       box.server.add_table(job, info, 3);
       honest.client.add(info, {});
       Floats memory(info.bytes / sizeof(float));

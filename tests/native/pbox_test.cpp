@@ -112,6 +112,7 @@ void check_optimizer(const Path& path, bool shared) {
   TableInfo info = table_of(kKeys, kCores);
   info.arena = path.arena;
   info.server = true;
+  info.states = 1;
   info.shared = shared;
   info.scale.post = 1.0 / kWorkers;
   const auto table = box.table(1, ranks, info);
@@ -125,7 +126,7 @@ void check_optimizer(const Path& path, bool shared) {
              rank == 0 ? flag::init : flag::init | flag::no_grad);
   });
   for (int step = 0; step < kSteps; ++step) {
-    const HyperWire hyper{0.01 * (step + 1), 0.9, 0.1, 0.01, 0, 0};
+    const HyperWire hyper = sgd(0.01 * (step + 1), 0.9, 0.1, 0.01);
     for (size_t i = 0; i < elements; ++i) {
       float sum = 0;
       for (int rank = 0; rank < kWorkers; ++rank) sum += gradient(rank, step, i);
@@ -197,12 +198,13 @@ TEST(keys_without_a_gradient_count_as_zeros_or_leave_the_weights_alone) {
     TableInfo info = table_of({{2000}}, 1);
     info.arena = path.arena;
     info.server = true;
+    info.states = 1;
     const auto table = box.table(1, ranks, info);
     Memories memories(info, *table, 2);
     const auto step = [&](float value, uint8_t flags0, uint8_t flags1) {
       together(2, [&](int rank) {
         auto& client = ranks[static_cast<size_t>(rank)]->client;
-        client.set_hyper(1, 0, {1.0, 0.5, 0, 0.1, 0, 0});
+        client.set_hyper(1, 0, sgd(1.0, 0.5, 0, 0.1));
         std::fill_n(memories.data[static_cast<size_t>(rank)], 2000, value);
         client.push(1, 0, rank == 0 ? flags0 : flags1, memories.at(info, rank, 0));
         wait_all(*ranks[static_cast<size_t>(rank)], 1);
@@ -228,12 +230,12 @@ TEST(hyperparameters_that_differ_are_a_mismatch_on_every_rank) {
     Memories memories(info, *table, 2);
     together(2, [&](int rank) {
       auto& worker = *ranks[static_cast<size_t>(rank)];
-      worker.client.set_hyper(1, 0, {rank == 0 ? 0.5 : 0.25, 0, 0, 0, 0, 0});
+      worker.client.set_hyper(1, 0, sgd(rank == 0 ? 0.5 : 0.25));
       worker.client.push(1, 0, 0, memories.at(info, rank, 0));
       const Error error = failure(worker, 1);
       CHECK(error.code == ErrorCode::mismatch);
-      CHECK_CONTAINS(error.what(), "rank 0 has lr 0.5");
-      CHECK_CONTAINS(error.what(), "rank 1 has lr 0.25");
+      CHECK_CONTAINS(error.what(), "rank 0 has sgd lr 0.5");
+      CHECK_CONTAINS(error.what(), "rank 1 has sgd lr 0.25");
     });
   }
 }

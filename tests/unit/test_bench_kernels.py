@@ -12,16 +12,18 @@ import pytest
 
 pytest.importorskip("phub_collective.backends.native._core")
 
-from phub_collective.bench import kernels
+from phub_collective.backends.base import SGD, DType, Key
+from phub_collective.bench import kernels, ways
 from phub_collective.bench.walks import Case
 from phub_collective.errors import ConfigError
 from phub_collective.kernels import reference
+from phub_collective.kernels.reference import sgd
 
 
 def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     kernels.add_arguments(parser)
-    small = ["--size", "512KiB", "--chunk", "4KiB", "--rounds", "2"]
+    small = ["--size", "512KiB", "--chunk", "4KiB", "--rounds", "2", "--model", ""]
     return parser.parse_args([*small, *words])
 
 
@@ -33,8 +35,8 @@ def test_every_number_is_right(stores: str, dtype: str, tmp_path: Path) -> None:
     assert kernels.main(args) == 0
     results = json.loads(file.read_text())
     rows = {(row["walk"], row["arrays"], row["threads"]): row for row in results["rows"]}
-    assert len(rows) == 2 * (3 + 2 * 2)
-    for walk, arrays, threads in (("reduce", 8, 1), ("sgd", 1, 2), ("sgd", 8, 2)):
+    assert len(rows) == 2 * (3 + 3 * 2)
+    for walk, arrays, threads in (("reduce", 8, 1), ("sgd", 1, 2), ("sgd", 8, 2), ("adam", 8, 2)):
         row = rows[walk, arrays, threads]
         assert row["wrong"] == 0
         assert row["stores"] == stores
@@ -63,7 +65,40 @@ def test_bytes_that_a_walk_moves() -> None:
     assert (cached.loads, cached.stores) == (5, 1)
     assert (streamed.loads, streamed.stores) == (4, 1)
     assert (Case("sgd", 4, 1, False).loads, Case("sgd", 4, 1, False).stores) == (7, 2)
+    assert (Case("adam", 4, 1, False).loads, Case("adam", 4, 1, False).stores) == (8, 3)
     assert (Case("read", 1, 1, False).loads, Case("read", 1, 1, False).stores) == (1, 0)
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [Key("a", (3000,), DType.FLOAT32), Key("b", (7,), DType.FLOAT32),
+            Key("c", (50, 50), DType.FLOAT32)]  # fmt: skip
+    monkeypatch.setattr(ways, "model_keys", lambda name: keys)
+
+
+@pytest.mark.usefixtures("small_model")
+def test_tall_and_wide_aggregate_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    args = parse("--arrays", "1", "--model", "Small", "--threads", "1,2", "--json", str(file))
+    assert kernels.main(args) == 0
+    rows = json.loads(file.read_text())["ways"]
+    cases = {(row["way"], row["stores"], row["threads"]) for row in rows}
+    assert len(cases) == len(rows) == 8
+    assert all(row["wrong"] == 0 and row["median_s"] > 0 for row in rows)
+    assert all(row["times_tall"] == 1 for row in rows if row["way"] == "tall")
+    assert "paper: tall 20 times as fast" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("small_model")
+def test_a_wrong_sum_of_a_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(rule: SGD, *arrays: Any) -> Any:
+        weights, momentum, gradient, scale = arrays
+        return sgd(rule, weights, momentum, gradient, 2 * scale)
+
+    monkeypatch.setattr(reference, "sgd", doubled)
+    assert kernels.main(parse("--arrays", "1", "--model", "Small", "--threads", "1")) == 1
 
 
 @pytest.mark.parametrize(

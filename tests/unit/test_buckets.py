@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phub_collective.backends.base import (
+    SGD,
     Backend,
     Context,
     DType,
     ExchangeSpec,
-    Hyper,
     Key,
     Kind,
     Operation,
@@ -153,7 +153,7 @@ def test_what_needs_a_server_is_refused(wrong: dict[str, object]) -> None:
 def test_hyperparameters_are_refused() -> None:
     _, exchange = opened(keys_of(4), bucket_bytes=16)
     with pytest.raises(ConfigError, match="optimizer"):
-        exchange.set_hyper([Hyper()])
+        exchange.set_hyper([SGD()])
 
 
 def test_the_timeout_of_a_step_is_not_that_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_service_is_at_hand_in_the_package() -> None:
 
     assert phub_collective.create_service is service.create_service
     assert phub_collective.connect_service is service.connect_service
-    assert phub_collective.Hyper(lr=0.5).lr == 0.5
+    assert phub_collective.SGD(lr=0.5).lr == 0.5
     with pytest.raises(AttributeError, match="has no attribute 'serve'"):
         phub_collective.serve  # noqa: B018
 

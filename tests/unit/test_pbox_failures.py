@@ -34,7 +34,7 @@ from pbox_jobs import (
     until,
 )
 
-from phub_collective.backends.base import Hyper
+from phub_collective.backends.base import SGD
 from phub_collective.backends.pbox.launch import LocalServer, start_server
 from phub_collective.backends.pbox.service import connect_service, create_service
 from phub_collective.config import Config
@@ -368,7 +368,7 @@ def test_who_leaves_in_good_order_while_others_go_on_is_named(pbox: Box, lane: s
     start = {"w": np.zeros(3000, np.float32)}
 
     def rank(rank: int) -> None:
-        services[rank].init(start, Hyper(lr=1.0))
+        services[rank].init(start, SGD(lr=1.0))
         for step in range(50):
             if rank == 1 and step == 20:
                 services[1].close()
@@ -417,7 +417,7 @@ def test_fifty_jobs_leave_nothing_on_the_server(serving: LocalServer, lane: str)
         def rank(rank: int) -> None:
             config = Config(lane=lane)
             service = connect_service(serving.address, name, token, rank, config)
-            service.init(start, Hyper(lr=0.1, momentum=0.9))
+            service.init(start, SGD(lr=0.1, momentum=0.9))
             service.push_pull("w", start["w"])
             answered.wait(SOON)
             if number % 3:

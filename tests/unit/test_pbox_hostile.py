@@ -29,7 +29,7 @@ from pbox_jobs import (
     until,
 )
 
-from phub_collective.backends.base import Hyper, ReduceOp
+from phub_collective.backends.base import SGD, ReduceOp
 from phub_collective.backends.pbox import protocol, server
 from phub_collective.backends.pbox.connection import RegisteredTable
 from phub_collective.backends.pbox.exchange import PboxExchange
@@ -225,6 +225,10 @@ TABLE: dict[str, Any] = {
     "model": True,
     "server": False,
     "shared": False,
+    "states": 0,
+    "deterministic": False,
+    "staleness": 0,
+    "first_keys_first": False,
 }
 
 
@@ -251,6 +255,8 @@ def table(**changes: Any) -> dict[str, Any]:
         {"op": "register", "table": table(op=77)},
         {"op": "register", "table": table(prescale="x")},
         {"op": "register", "table": table(shape=[1e999])},
+        {"op": "register", "table": table(states=-1)},
+        {"op": "register", "table": table(staleness=-1)},
     ],
 )
 def test_a_message_that_makes_no_sense_ends_its_job(pbox: Box, message: dict[str, Any]) -> None:
@@ -274,6 +280,8 @@ def test_a_message_that_makes_no_sense_ends_its_job(pbox: Box, message: dict[str
         ({"chunk_bytes": 1 << 20}, "was made for"),
         ({"chunk_bytes": 4097, "shape": [5000]}, "splits an element"),
         ({"shared": True, "server": True}, "shm lanes"),
+        ({"states": 9, "server": True}, "3 at most"),
+        ({"staleness": 1}, "optimizer on the server"),
     ],
 )
 def test_a_table_out_of_bounds_is_refused(pbox: Box, changes: dict[str, Any], text: str) -> None:
@@ -499,6 +507,6 @@ def test_different_roots_are_an_error_on_every_rank(pbox: Box) -> None:
 def test_other_tenants_cannot_be_reached(pbox: Box) -> None:
     """Keys of one job have no number in another."""
     with bystander(pbox), pbox.job(1).service(0) as service:
-        service.init({"w": np.zeros((300, 40), np.float32)}, Hyper(lr=1.0))
+        service.init({"w": np.zeros((300, 40), np.float32)}, SGD(lr=1.0))
         for _ in range(20):
             service.push_pull("w", np.full((300, 40), 1e6, np.float32))

@@ -1,8 +1,8 @@
-"""The optimizer on the PBox against torch.optim.SGD, over every path of a gradient."""
+"""The optimizer on the PBox against torch.optim, over every path of a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from pbox_jobs import LANES, Box, Model, box, outcomes, spec_of, together
 
-from phub_collective.backends.base import DType, ExchangeSpec, Hyper, ReduceOp
+from phub_collective.backends.base import SGD, Adam, DType, ExchangeSpec, Hyper, ReduceOp
 from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.errors import ConfigError, MismatchError
 
@@ -49,7 +49,9 @@ def gradients_of(step: int, spec: ExchangeSpec, size: int, dtype: str = "float32
 class Oracle:
     """One copy of the model, trained by torch with the averaged gradients."""
 
-    def __init__(self, spec: ExchangeSpec, weights: list[np.ndarray], groups: list[Hyper]) -> None:
+    def __init__(
+        self, spec: ExchangeSpec, weights: list[np.ndarray], groups: Sequence[Hyper]
+    ) -> None:
         self.parameters = [torch.nn.Parameter(torch.from_numpy(w.copy())) for w in weights]
         members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
         for key, parameter in zip(spec.keys, self.parameters, strict=True):
@@ -58,10 +60,11 @@ class Oracle:
             {"params": list(params), **vars(hyper)}
             for params, hyper in zip(members, groups, strict=True)
         ]
-        self._optimizer = torch.optim.SGD(self._groups, lr=1.0)
+        rule = torch.optim.SGD if isinstance(groups[0], SGD) else torch.optim.Adam
+        self.optimizer = rule(self._groups, lr=1.0)
 
-    def step(self, gradients: Gradients, groups: list[Hyper]) -> None:
-        for group, hyper in zip(self._optimizer.param_groups, groups, strict=True):
+    def step(self, gradients: Gradients, groups: Sequence[Hyper]) -> None:
+        for group, hyper in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(vars(hyper))
         for parameter, per_rank in zip(self.parameters, zip(*gradients, strict=True), strict=True):
             given = [g for g in per_rank if g is not None]
@@ -69,7 +72,7 @@ class Oracle:
                 sum(given) / np.asarray(len(gradients), parameter.detach().numpy().dtype)
             )
             parameter.grad = torch.from_numpy(mean) if given else None
-        self._optimizer.step()
+        self.optimizer.step()
 
     def check(self, results: list[np.ndarray], tolerance: float) -> None:
         for parameter, result in zip(self.parameters, results, strict=True):
@@ -78,7 +81,7 @@ class Oracle:
 
 
 def train(
-    models: list[Model], oracle: Oracle, schedule: list[list[Hyper]], tolerance: float
+    models: list[Model], oracle: Oracle, schedule: Sequence[Sequence[Hyper]], tolerance: float
 ) -> None:
     """One step for each entry of the schedule, checked on every rank at the end of each tenth."""
     spec, size = models[0].spec, len(models)
@@ -88,7 +91,7 @@ def train(
         oracle.step(gradients, groups)
 
         def one(
-            rank: int, groups: list[Hyper] = groups, gradients: Gradients = gradients
+            rank: int, groups: Sequence[Hyper] = groups, gradients: Gradients = gradients
         ) -> list[np.ndarray]:
             models[rank].exchange.set_hyper(groups)
             return models[rank].step(gradients[rank])
@@ -115,7 +118,12 @@ def close_all(models: list[Model]) -> None:
 
 
 def run(
-    pbox: Box, spec: ExchangeSpec, lane: str, schedule: list[list[Hyper]], size: int = 2, **job: Any
+    pbox: Box,
+    spec: ExchangeSpec,
+    lane: str,
+    schedule: Sequence[Sequence[Hyper]],
+    size: int = 2,
+    **job: Any,
 ) -> None:
     """Train from rank 0's weights and compare with torch."""
     models = joined(pbox, size, spec, lane, **job)
@@ -131,20 +139,25 @@ def run(
 
 
 RULES = [
-    Hyper(lr=0.1),
-    Hyper(lr=0.1, momentum=0.9),
-    Hyper(lr=0.1, momentum=0.9, dampening=0.3),
-    Hyper(lr=0.05, momentum=0.9, nesterov=True),
-    Hyper(lr=0.1, weight_decay=0.01),
-    Hyper(lr=0.01, momentum=0.8, weight_decay=0.1, maximize=True),
-    Hyper(lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, maximize=True),
+    SGD(lr=0.1),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, dampening=0.3),
+    SGD(lr=0.05, momentum=0.9, nesterov=True),
+    SGD(lr=0.1, weight_decay=0.01),
+    SGD(lr=0.01, momentum=0.8, weight_decay=0.1, maximize=True),
+    SGD(lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, maximize=True),
+    Adam(lr=0.01),
+    Adam(lr=0.01, betas=(0.8, 0.99), weight_decay=0.1, maximize=True),
+    Adam(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    Adam(lr=0.01, amsgrad=True),
 ]
 
 
 @paths
 @pytest.mark.parametrize("rule", RULES, ids=range(len(RULES)))
 def test_100_steps_equal_torch(pbox: Box, lane: str, shared: bool, rule: Hyper) -> None:
-    run(pbox, server_spec(shared), lane, [[rule]] * 100)
+    spec = server_spec(shared, state_arrays=rule.state_arrays)
+    run(pbox, spec, lane, [[rule]] * 100)
 
 
 @paths
@@ -155,11 +168,11 @@ def test_groups_and_a_rate_that_changes_every_step(pbox: Box, lane: str, shared:
         lr = 0.1 / (1 + step)
         schedule.append(
             [
-                Hyper(lr=lr, momentum=0.9),
-                Hyper(lr=2 * lr, momentum=0.5, nesterov=True),
-                Hyper(lr=lr, weight_decay=0.1),
-                Hyper(lr=lr),
-                Hyper(lr=lr, momentum=0.9 if step % 3 else 0.0),  # outlives steps without it
+                SGD(lr=lr, momentum=0.9),
+                SGD(lr=2 * lr, momentum=0.5, nesterov=True),
+                SGD(lr=lr, weight_decay=0.1),
+                SGD(lr=lr),
+                SGD(lr=lr, momentum=0.9 if step % 3 else 0.0),  # outlives steps without it
             ]
         )
     run(pbox, spec, lane, schedule)
@@ -167,7 +180,7 @@ def test_groups_and_a_rate_that_changes_every_step(pbox: Box, lane: str, shared:
 
 @paths
 def test_double_precision(pbox: Box, lane: str, shared: bool) -> None:
-    rule = Hyper(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01)
+    rule = SGD(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01)
     run(pbox, server_spec(shared, dtype=DType.FLOAT64), lane, [[rule]] * 20)
 
 
@@ -176,17 +189,17 @@ def test_double_precision(pbox: Box, lane: str, shared: bool) -> None:
 def test_small_and_large_chunks(pbox: Box, lane: str, shared: bool, chunk_bytes: int) -> None:
     shapes: list[tuple[int, ...]] = [*[(1,)] * 50, (0,), (1023,), (1024,), (1025,), (200_000,)]
     spec = server_spec(shared, shapes=shapes)
-    run(pbox, spec, lane, [[Hyper(lr=0.1, momentum=0.9)]] * 4, chunk_bytes=chunk_bytes)
+    run(pbox, spec, lane, [[SGD(lr=0.1, momentum=0.9)]] * 4, chunk_bytes=chunk_bytes)
 
 
 @paths
 def test_eight_workers(pbox: Box, lane: str, shared: bool) -> None:
-    run(pbox, server_spec(shared), lane, [[Hyper(lr=0.1, momentum=0.9)]] * 10, size=8)
+    run(pbox, server_spec(shared), lane, [[SGD(lr=0.1, momentum=0.9)]] * 10, size=8)
 
 
 @paths
 def test_a_model_without_elements(pbox: Box, lane: str, shared: bool) -> None:
-    run(pbox, server_spec(shared, shapes=[(0,), (3, 0)]), lane, [[Hyper()]] * 3)
+    run(pbox, server_spec(shared, shapes=[(0,), (3, 0)]), lane, [[SGD()]] * 3)
     models = joined(pbox, 2, server_spec(shared, shapes=[]), lane)
     assert together(2, lambda rank: models[rank].initialize([])) == [[], []]
     assert together(2, lambda rank: models[rank].step([])) == [[], []]
@@ -221,7 +234,7 @@ def test_16bit_weights_have_a_master(pbox: Box, lane: str, shared: bool, dtype: 
     together(size, lambda rank: models[rank].initialize(weights))
     master = [to_float(w, dtype) for w in weights]
     momentum = [np.zeros_like(m) for m in master]
-    rule = Hyper(lr=1e-4, momentum=0.9, weight_decay=0.01)
+    rule = SGD(lr=1e-4, momentum=0.9, weight_decay=0.01)
     for step in range(20):
         gradients = [
             [to_16bit(g, dtype) for g in randoms(100 * step + r + 1, spec)] for r in (0, 1)
@@ -255,7 +268,7 @@ def test_a_key_without_gradient(pbox: Box, lane: str, shared: bool) -> None:
     models = joined(pbox, size, spec, lane)
     weights = randoms(0, spec)
     together(size, lambda rank: models[rank].initialize(weights))
-    rule = [Hyper(lr=0.1, momentum=0.9, weight_decay=0.1)]
+    rule = [SGD(lr=0.1, momentum=0.9, weight_decay=0.1)]
     oracle = Oracle(spec, weights, rule)
     random = np.random.default_rng(5)
     for step in range(40):
@@ -279,7 +292,7 @@ def test_a_key_without_gradient(pbox: Box, lane: str, shared: bool) -> None:
 def test_weights_loaded_in_mid_training_are_adopted(pbox: Box, lane: str, shared: bool) -> None:
     spec = server_spec(shared)
     models = joined(pbox, 2, spec, lane)
-    rule = [[Hyper(lr=0.1, momentum=0.9)]] * 7
+    rule = [[SGD(lr=0.1, momentum=0.9)]] * 7
     oracle = Oracle(spec, randoms(0, spec), rule[0])
     together(2, lambda rank: models[rank].initialize(randoms(rank, spec)))
     train(models, oracle, rule, 2e-5)
@@ -304,13 +317,13 @@ def test_hyperparameters_that_differ_are_named(pbox: Box, lane: str, shared: boo
     together(2, lambda rank: models[rank].initialize(randoms(0, spec)))
 
     def one(rank: int) -> None:
-        models[rank].exchange.set_hyper([Hyper(lr=0.1, momentum=0.9 - 0.4 * rank)])
+        models[rank].exchange.set_hyper([SGD(lr=0.1, momentum=0.9 - 0.4 * rank)])
         models[rank].step(list(randoms(1, spec)))
 
     for error in outcomes(2, one):
         assert isinstance(error, MismatchError)
-        assert "rank 0 has lr 0.1 momentum 0.9" in str(error)
-        assert "rank 1 has lr 0.1 momentum 0.5" in str(error)
+        assert "rank 0 has sgd lr 0.1 weight_decay 0 momentum 0.9" in str(error)
+        assert "rank 1 has sgd lr 0.1 weight_decay 0 momentum 0.5" in str(error)
     close_all(models)
 
 
@@ -319,7 +332,7 @@ def test_hyperparameters_that_one_rank_never_set_are_named(pbox: Box, lane: str)
     spec = server_spec(False)
     models = joined(pbox, 2, spec, lane)
     together(2, lambda rank: models[rank].initialize(randoms(0, spec)))
-    models[0].exchange.set_hyper([Hyper()])
+    models[0].exchange.set_hyper([SGD()])
     for error in outcomes(2, lambda rank: models[rank].step(list(randoms(1, spec)))):
         assert isinstance(error, MismatchError)
         assert "rank 1 has not set hyperparameters" in str(error)
@@ -332,11 +345,11 @@ def test_hyperparameters_are_for_the_next_step_and_for_all_groups(pbox: Box) -> 
     with model:
         model.initialize(randoms(0, spec))
         with pytest.raises(ConfigError, match="expected 2 parameter groups, got 1"):
-            model.exchange.set_hyper([Hyper()])
-        model.exchange.set_hyper([Hyper(), Hyper()])
+            model.exchange.set_hyper([SGD()])
+        model.exchange.set_hyper([SGD(), SGD()])
         model.exchange.push(0)
         with pytest.raises(ConfigError, match="before it"):
-            model.exchange.set_hyper([Hyper(), Hyper()])
+            model.exchange.set_hyper([SGD(), SGD()])
 
 
 def test_what_no_server_can_optimize_is_refused(pbox: Box) -> None:
@@ -362,14 +375,14 @@ def test_a_workers_own_writes_reach_nobody_and_can_be_undone(pbox: Box) -> None:
     models = joined(pbox, 2, spec, "shm")
     weights = randoms(0, spec)
     together(2, lambda rank: models[rank].initialize(weights))
-    oracle = Oracle(spec, weights, [Hyper(lr=0.1)])
+    oracle = Oracle(spec, weights, [SGD(lr=0.1)])
     for step in range(4):  # in both buffers
         models[0].view(0, result=True)[...] = 1e9
         gradients = gradients_of(step, spec, 2)
-        oracle.step(gradients, [Hyper(lr=0.1)])
+        oracle.step(gradients, [SGD(lr=0.1)])
 
         def one(rank: int, gradients: Gradients = gradients) -> list[np.ndarray]:
-            models[rank].exchange.set_hyper([Hyper(lr=0.1)])
+            models[rank].exchange.set_hyper([SGD(lr=0.1)])
             return models[rank].step(gradients[rank])
 
         oracle.check(together(2, one)[1], 2e-5)
@@ -378,8 +391,8 @@ def test_a_workers_own_writes_reach_nobody_and_can_be_undone(pbox: Box) -> None:
     together(2, lambda rank: models[rank].initialize(loaded))
     for model in models:
         np.testing.assert_array_equal(model.view(0, result=True), loaded[0])
-    oracle = Oracle(spec, loaded, [Hyper(lr=0.1)])
-    train(models, oracle, [[Hyper(lr=0.1)]] * 2, 2e-5)
+    oracle = Oracle(spec, loaded, [SGD(lr=0.1)])
+    train(models, oracle, [[SGD(lr=0.1)]] * 2, 2e-5)
     close_all(models)
 
 
@@ -390,7 +403,7 @@ def test_results_alternate_between_the_two_buffers_without_a_copy(pbox: Box) -> 
         model.initialize(randoms(0, spec))
         places = []
         for step in range(4):
-            model.exchange.set_hyper([Hyper(lr=0.1)])
+            model.exchange.set_hyper([SGD(lr=0.1)])
             model.step(list(randoms(step, spec)))
             places.append(model.exchange.result.__array_interface__["data"][0])
         assert places[0] == places[2]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pbox_jobs import LANES, SOON, Box, box, outcomes, together, until
 
-from phub_collective.backends.base import Hyper, ReduceOp
+from phub_collective.backends.base import SGD, ReduceOp
 from phub_collective.backends.pbox.server import PBoxServer, ServerOptions
 from phub_collective.backends.pbox.service import Service, connect_service, create_service
 from phub_collective.config import Config
@@ -65,11 +65,11 @@ def test_the_server_optimizes(pbox: Box) -> None:
 
     def rank(rank: int) -> None:
         with services[rank] as service:
-            weights = service.init({"w": floats(10, value=1)}, Hyper(lr=0.5, momentum=0.5))
+            weights = service.init({"w": floats(10, value=1)}, SGD(lr=0.5, momentum=0.5))
             np.testing.assert_array_equal(weights["w"], floats(10, value=1))
             got = service.push_pull("w", floats(10, value=2 * rank))  # average 1
             np.testing.assert_array_equal(got, floats(10, value=0.5))
-            service.set_optimizer(Hyper(lr=1.0, momentum=0.5))
+            service.set_optimizer(SGD(lr=1.0, momentum=0.5))
             got = service.push_pull("w", floats(10, value=1))
             np.testing.assert_array_equal(got, floats(10, value=-1))
 
@@ -82,7 +82,7 @@ def test_a_pull_without_a_push_brings_the_current_weights(pbox: Box, lane: str) 
 
     def rank(rank: int) -> None:
         with services[rank] as service:
-            service.init({"w": floats(20_000, value=3 + rank), "b": floats(5)}, Hyper(lr=1.0))
+            service.init({"w": floats(20_000, value=3 + rank), "b": floats(5)}, SGD(lr=1.0))
             for step in range(3):
                 for _ in range(2):
                     if lane == "tcp":  # it comes from the server, and not from this side's memory
@@ -208,7 +208,7 @@ def test_calls_that_do_not_fit_are_refused(pbox: Box) -> None:
         with pytest.raises(ConfigError, match="init was called before"):
             service.init({"w": floats(3)})
         with pytest.raises(ConfigError, match="runs no optimizer"):
-            service.set_optimizer(Hyper())
+            service.set_optimizer(SGD())
 
 
 def test_a_dtype_that_is_not_exchanged_is_refused(pbox: Box) -> None:
@@ -264,7 +264,7 @@ def test_names_and_optimizers_that_differ_are_named(pbox: Box) -> None:
         assert isinstance(error, MismatchError)
         assert "'w0'" in str(error)
         assert "'w1'" in str(error)
-    hypers = [Hyper(), None]
+    hypers = [SGD(), None]
     for error in outcomes(2, lambda rank: services[rank].init({"v": floats(3)}, hypers[rank])):
         assert isinstance(error, MismatchError)
         assert "server optimizer True" in str(error)

@@ -29,7 +29,7 @@ from pbox_jobs import (
 from ranks import ThreadRanks, run_threads
 
 from phub_collective import backends
-from phub_collective.backends.base import Context, DType, Hyper, Key, ReduceOp
+from phub_collective.backends.base import SGD, Context, DType, Key, ReduceOp
 from phub_collective.backends.pbox import deploy
 from phub_collective.backends.pbox.backend import PboxBackend
 from phub_collective.backends.pbox.connection import Connection
@@ -73,7 +73,7 @@ def train(job: Job, dtype: DType) -> list[list[np.ndarray]]:
             first = [random.integers(0, 50, shape) for shape in SHAPES]
             seen = [model.initialize([encoded(one, dtype) for one in first], root=1)]
             for step in range(4):
-                hyper = Hyper(lr=0.1 / (step + 1), momentum=0.9, weight_decay=0.01)
+                hyper = SGD(lr=0.1 / (step + 1), momentum=0.9, weight_decay=0.01)
                 model.exchange.set_hyper([hyper, dataclasses.replace(hyper, nesterov=True)])
                 gradients = [random.integers(-40, 40, shape) / 8 for shape in SHAPES]
                 kept = [encoded(one, dtype) for one in gradients]
@@ -114,7 +114,7 @@ def test_a_service_over_shards(boxes: list[Box]) -> None:
 
     def rank(rank: int) -> np.ndarray:
         with connect_service(address, "service", token, rank) as service:
-            service.init(start, Hyper(lr=0.5))
+            service.init(start, SGD(lr=0.5))
             service.push("w", np.full((90, 1000), rank + 1, np.float32))
             service.push("b", start["b"])
             service.pull("b", SOON)
@@ -300,7 +300,7 @@ def test_a_shard_takes_its_part_of_the_memory_only() -> None:
         before = [psutil.Process(pid).memory_info().rss for pid in backend.server_pids]
         exchange = backend.open_exchange(spec)
         exchange.initialize()
-        exchange.set_hyper([Hyper(lr=0.1, momentum=0.9)])
+        exchange.set_hyper([SGD(lr=0.1, momentum=0.9)])
         for key in range(len(spec.keys)):
             exchange.push(key)
         exchange.wait(SOON)

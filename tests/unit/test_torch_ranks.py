@@ -32,6 +32,8 @@ needs_pbox = pytest.mark.skipif(
 )
 SERVER = {"optimizer_place": "server"}
 SHARED = {"optimizer_place": "server", "shared_model": True}
+WAITING = {"optimizer_place": "server", "wait_in_forward": True}
+ORDERED = {"optimizer_place": "server", "deterministic": True}
 on_server = pytest.mark.parametrize("options", [SERVER, SHARED], ids=["server", "shared"])
 
 
@@ -96,11 +98,21 @@ def test_training_equals_the_single_process(ranks: TorchRanks, backend: str) -> 
 
 
 @needs_pbox
-@on_server
+@pytest.mark.parametrize(
+    "options",
+    [SERVER, SHARED, WAITING, ORDERED],
+    ids=["server", "shared", "waiting in forward", "deterministic"],
+)
 def test_training_on_the_server_equals_the_single_process(
     ranks: TorchRanks, options: dict[str, Any]
 ) -> None:
     assert max(ranks.run(training.train, options)) <= 1e-5
+
+
+@needs_pbox
+@on_server
+def test_training_goes_on_from_a_checkpoint(ranks: TorchRanks, options: dict[str, Any]) -> None:
+    assert max(ranks.run(training.continue_from_a_checkpoint, options)) <= 1e-5
 
 
 @every_backend

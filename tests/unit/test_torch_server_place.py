@@ -1,7 +1,7 @@
 """DistributedOptimizer with the optimizer on the server, on a session without transport whose
-server is torch's own SGD."""
+server is torch's own optimizer."""
 
-import warnings
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch_small import assert_equal, backward, join, network, weights
 from torch_standin import StandInSession
 
 import phub_collective.torch as hvd
-from phub_collective.backends.base import Hyper
+from phub_collective.backends.base import SGD
 from phub_collective.errors import ConfigError
 
 PLACES = [{"optimizer_place": "server"}, {"optimizer_place": "server", "shared_model": True}]
@@ -30,7 +30,7 @@ def wrapped(model: Any, **place: Any) -> Any:
     return hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), **place)
 
 
-def train(model: Any, optimizer: torch.optim.SGD, steps: int) -> list[torch.Tensor]:
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
     """The weights after `steps` steps with a falling learning rate."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in range(steps):
@@ -78,16 +78,14 @@ def test_groups_have_their_own_hyperparameters(session: StandInSession) -> None:
     )
     backward(model)
     optimizer.step()
-    assert session.exchanges[0].hypers == [
-        [Hyper(0.5, 0.25), Hyper(0.1, dampening=0.5, maximize=True)]
-    ]
+    assert session.exchanges[0].hypers == [[SGD(0.5, 0.25), SGD(0.1, dampening=0.5, maximize=True)]]
     assert [key.group for key in session.exchanges[0].spec.keys] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (torch.optim.Adam, "server' with Adam; the server runs torch.optim.SGD with lr, momentum"),
+        (torch.optim.RMSprop, "server' with RMSprop; the server runs torch.optim.SGD, Adam and Ad"),
         (type("Mine", (torch.optim.SGD,), {}), "with Mine"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
     ],
@@ -132,29 +130,94 @@ def test_what_needs_the_gradient_is_refused(session: StandInSession) -> None:
         optimizer.step()
 
 
-def test_state_with_momentum_cannot_be_loaded(session: StandInSession) -> None:
-    model, other = network(), network()
-    plain = sgd_of(other)
-    fresh = plain.state_dict()
-    train(other, plain, 1)
-    optimizer = wrapped(model, optimizer_place="server")
-    with pytest.raises(ConfigError, match="moving state to the server is not available"):
-        optimizer.load_state_dict(plain.state_dict())
-    fresh["param_groups"][0]["lr"] = 0.3
-    optimizer.load_state_dict(fresh)
-    backward(model)
-    optimizer.step()
-    assert session.exchanges[0].hypers[0][0].lr == 0.3
+RULES: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-def test_state_without_momentum_is_warned_of(session: StandInSession) -> None:
+@places
+@rules
+def test_state_moves_to_the_server_and_back(
+    session: StandInSession, place: dict[str, Any], rule: Any
+) -> None:
+    """Plain training, a checkpoint, training on the server, a checkpoint, plain training."""
+    plain, model, last = network(), network(), network()
+    expected = rule(plain.parameters())
+    train_on(plain, expected, 0, 6)
+    first = rule(model.parameters())
+    train_on(model, first, 0, 2)
+    served = hvd.DistributedOptimizer(first, model.named_parameters(), **place)
+    assert not first.state  # it is on the server
+    train_on(model, served, 2, 4)
+    saved = served.state_dict()
+    last.load_state_dict(model.state_dict())
+    again = rule(last.parameters())
+    again.load_state_dict(saved)
+    train_on(last, again, 4, 6)
+    torch.testing.assert_close(weights(last), weights(plain))
+    torch.testing.assert_close(again.state_dict()["state"], expected.state_dict()["state"])
+
+
+def train_on(model: Any, optimizer: Any, begin: int, end: int) -> None:
+    """Steps [begin, end) of a training whose rate falls."""
+    for step in range(begin, end):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        optimizer.param_groups[0]["lr"] = 0.02 * 0.5 ** (step // 2)
+        backward(model, step)
+        optimizer.step()
+
+
+@rules
+def test_loaded_state_is_the_servers_from_the_next_step(session: StandInSession, rule: Any) -> None:
+    plain, model = network(), network()
+    reference = rule(plain.parameters())
+    train_on(plain, reference, 0, 1)
+    saved = copy.deepcopy(reference.state_dict())
+    model.load_state_dict(plain.state_dict())
+    optimizer = hvd.DistributedOptimizer(
+        rule(model.parameters()), model.named_parameters(), optimizer_place="server"
+    )
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict()["state"], saved["state"])
+    for one, its in ((plain, reference), (model, optimizer)):
+        train_on(one, its, 1, 3)
+    torch.testing.assert_close(weights(model), weights(plain))
+
+
+def test_state_of_another_shape_is_refused(session: StandInSession) -> None:
     model = network()
     optimizer = wrapped(model, optimizer_place="server")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.state_dict()  # nothing is lost yet
-    train(model, optimizer, 1)
-    with pytest.warns(UserWarning, match="no momentum"):
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "state": {0: {"momentum_buffer": torch.zeros(1)}}})
+    backward(model)
+    with pytest.raises(ConfigError, match=r"momentum_buffer of '0.weight': expected shape \(3, 4"):
+        optimizer.step()
+
+
+def test_state_of_another_optimizer_is_refused(session: StandInSession) -> None:
+    model = network()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, 1)
+    state = adam.state_dict()
+    del state["state"][0]["exp_avg_sq"]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters(), optimizer_place="server"
+    )
+    optimizer.load_state_dict(state)
+    backward(model)
+    with pytest.raises(ConfigError, match="expected exp_avg, exp_avg_sq, got step, exp_avg"):
+        optimizer.step()
+
+
+def test_state_is_not_read_while_the_server_changes_it(session: StandInSession) -> None:
+    model = network()
+    optimizer = wrapped(model, optimizer_place="server")
+    backward(model)
+    with pytest.raises(ConfigError, match=r"before backward\(\) or after step"):
         optimizer.state_dict()
 
 
@@ -181,17 +244,17 @@ def test_weights_written_by_hand_are_adopted(
 ) -> None:
     """Right after load_state_dict the gradients of the loaded weights are applied to them."""
     plain, model = network(), network()
-    optimizer = wrapped(model, **place)
-    backward(model, 5)
-    optimizer.step()
+    optimizer, expected = wrapped(model, **place), sgd_of(plain)
+    for one, its in ((model, optimizer), (plain, expected)):
+        backward(one, 5)
+        its.step()
+        its.zero_grad()
     loaded = {name: tensor + 1 for name, tensor in plain.state_dict().items()}
     model.load_state_dict(loaded)
     plain.load_state_dict(loaded)
-    optimizer.zero_grad()
     backward(model, 0)
     assert session.exchanges[0].pushes[-1] == []  # no overlap in this one step
     optimizer.step()
-    expected = sgd_of(plain)
     backward(plain, 0)
     expected.step()
     assert_equal(weights(model), weights(plain))

@@ -92,6 +92,14 @@ def test_ranks_get_the_weights_of_a_single_process(
     assert moved > 100 * 1e-4  # the comparison means something
 
 
+@pytest.mark.parametrize("staleness", ["2", "inf"])
+def test_steps_of_single_ranks_train_as_well(tmp_path: Path, staleness: str) -> None:
+    words = [*PHUBRUN, "3", "--backend", "pbox", sys.executable]
+    # Three steps where a synchronous run makes one, so smaller ones.
+    outcome, _ = train(tmp_path, words, *SERVER, "--staleness", staleness, "--lr", "0.02")
+    assert outcome["accuracy"][-1] >= 0.93
+
+
 def test_an_unknown_backend_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [*PHUBRUN, "2", sys.executable, TRAINING, "--backend", "fax"],
