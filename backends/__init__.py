@@ -9,7 +9,8 @@ from types import ModuleType
 from phub_collective.backends.base import Backend, Context
 from phub_collective.errors import BackendUnavailable, ConfigError
 
-# name -> module with is_available(), create(context) and perhaps RUNS_OPTIMIZER; see base.py.
+# name -> module with is_available(), create(context) and perhaps RUNS_OPTIMIZER, FOLDS_PACKED; see
+# base.py.
 TABLE: dict[str, str] = {
     "pbox": "phub_collective.backends.pbox",
     "pshard": "phub_collective.backends.pshard",
@@ -52,11 +53,17 @@ def runs_optimizer(name: str) -> bool:
     Raises:
         ConfigError: there is no such backend.
     """
-    _check_known(name)
-    try:
-        return bool(getattr(_module(name), "RUNS_OPTIMIZER", False))
-    except Exception:  # as above
-        return False
+    return _declares(name, "RUNS_OPTIMIZER")
+
+
+def folds_packed(name: str) -> bool:
+    """Whether exchanges of backend `name` take compressions with a residual (two_bit, one_bit,
+    topk); False where it cannot be loaded.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    return _declares(name, "FOLDS_PACKED")
 
 
 def create(name: str, context: Context) -> Backend:
@@ -71,6 +78,14 @@ def create(name: str, context: Context) -> Backend:
         raise BackendUnavailable(f"[{name}] is not available on rank {context.rank}: {reason}")
     backend: Backend = _module(name).create(context)
     return backend
+
+
+def _declares(name: str, ability: str) -> bool:
+    _check_known(name)
+    try:
+        return bool(getattr(_module(name), ability, False))
+    except Exception:  # as in unavailable_reason
+        return False
 
 
 def _check_known(name: str) -> None:

@@ -3,7 +3,8 @@
 A backend is a module with two functions, ``is_available() -> str | None`` (None, or the reason why
 not) and ``create(context) -> Backend``, and one row in `phub_collective.backends.TABLE` (or an
 entry point of the group ``phub_collective.backends``). ``RUNS_OPTIMIZER = True`` in it says that
-``ExchangeSpec.place == "server"`` is possible. An operation is an argument (`Operation`), not a
+``ExchangeSpec.place == "server"`` is possible, ``FOLDS_PACKED = True`` that compressions with a
+residual are. An operation is an argument (`Operation`), not a
 method, so the contract stays small.
 """
 
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from phub_collective.backends.compression import NO_COMPRESSION, Compression
 
 if TYPE_CHECKING:
     from phub_collective.config import Config
@@ -263,6 +266,8 @@ class ExchangeSpec:
             their pushes: for who waits for the first ones first. A wish: not all backends can.
         bucket_bytes: gradients are sent in groups of this size by backends that work on buckets.
         prescale, postscale: as in `Operation`.
+        compression: how gradients (of float32) are packed before they are sent; compressions with
+            a residual only where `backends.folds_packed`. Weights are never packed.
     """
 
     name: str
@@ -277,6 +282,7 @@ class ExchangeSpec:
     deterministic: bool = False
     staleness: float = 0
     first_keys_first: bool = False
+    compression: Compression = NO_COMPRESSION
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phub_collective.backends.base import DType, Kind, Operation, ReduceOp
+from phub_collective.backends.base import DType, ExchangeSpec, Kind, Operation, ReduceOp
 from phub_collective.errors import ConfigError
 
 
@@ -33,6 +33,24 @@ def check(operation: Operation, size: int, backend: str) -> None:
             f"[{backend}] allreduce {name!r}: only floating types are scaled, got "
             f"{buffer.dtype.name.lower()}; scale it before or after"
         )
+
+
+def check_compression(spec: ExchangeSpec, backend: str) -> None:
+    """Raise ConfigError when no backend can compress what this exchange sends."""
+    if not spec.compression.packs:
+        return
+    if spec.shared_model:
+        raise ConfigError(
+            f"[{backend}] compression {spec.compression} with shared_model=True, where gradients "
+            "are read in place and nothing is sent; use one of the two"
+        )
+    for key in spec.keys:
+        if key.dtype is not DType.FLOAT32:
+            raise ConfigError(
+                f"[{backend}] compression {spec.compression} takes float32 gradients; "
+                f"{key.name!r} is of {key.dtype.name.lower()}: exchange it in an optimizer of its "
+                "own with Compression.none"
+            )
 
 
 def describe(operation: Operation) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -146,7 +146,8 @@ class Session:
             ConfigError: none of those that PHUB_BACKEND allows can run the optimizer.
         """
         if server_optimizer:
-            return self.backend(self._name_with_optimizer())
+            name = self._name_with(backends.runs_optimizer, "runs the optimizer on the server")
+            return self.backend(name)
         self.prepare()
         return self.backend(self.selector.choose(nbytes))
 
@@ -172,6 +173,9 @@ class Session:
         """Register a model with `backend`, or with the one for its size. Collective."""
         if backend is not None and backend != AUTO:
             chosen = self.backend(backend)
+        elif spec.compression.has_residual:
+            what = f"adds up gradients packed as {spec.compression}"
+            chosen = self.backend(self._name_with(backends.folds_packed, what))
         else:
             nbytes = sum(key.nbytes for key in spec.keys)
             chosen = self.choose(nbytes, spec.place == "server")
@@ -231,16 +235,16 @@ class Session:
             self._check_open()
             return bool(self._chosen)
 
-    def _name_with_optimizer(self) -> str:
-        """The backend that runs the optimizer, told without connecting any."""
+    def _name_with(self, ability: Callable[[str], bool], what: str) -> str:
+        """The backend that has an ability, told without connecting any."""
         rules = self.selector.rules
         names = dict.fromkeys([*rules.forced, *(rules.candidates if rules.uses_auto else ())])
         for name in names:
-            if backends.runs_optimizer(name):
+            if ability(name):
                 return name
         raise ConfigError(
-            f"[session] no backend allowed by PHUB_BACKEND={rules.text!r} runs the optimizer on "
-            "the server; allow pbox, or let the worker run it"
+            f"[session] no backend allowed by PHUB_BACKEND={rules.text!r} {what}; allow pbox, or "
+            "do without"
         )
 
     def _check_open(self) -> None:

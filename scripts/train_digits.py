@@ -38,6 +38,7 @@ class Outcome:
     ranks: int
     optimizer_place: str
     shared_model: bool
+    compression: str
     accuracy: list[float]  # on the test images, after each epoch
     steps: int
     steps_per_s: float
@@ -120,6 +121,7 @@ class Trainer:
             optimizer_place=args.optimizer_place,
             shared_model=args.shared_model,
             staleness=args.staleness,
+            compression=hvd.Compression.of(args.compression),
         )
         self._steps = 0
         self._exchange_s = 0.0
@@ -173,6 +175,7 @@ class Trainer:
             ranks=hvd.size(),
             optimizer_place=args.optimizer_place,
             shared_model=args.shared_model,
+            compression=args.compression,
             accuracy=reached,
             steps=self._steps,
             steps_per_s=self._steps / self._training_s,
@@ -192,6 +195,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--staleness", type=float, default=0,
         help="with --optimizer-place server: steps that a rank may be ahead of the slowest, each "
         "rank's being its own; inf: asynchronous (default: 0, synchronous)")  # fmt: skip
+    add("--compression", default="none", metavar="HOW",
+        help="of gradients: fp16, bf16, two_bit[:THRESHOLD], one_bit, topk[:RATIO]")  # fmt: skip
     add("--epochs", type=int, default=8)
     add("--batch", type=int, default=64, help="images of all ranks together (default: 64)")
     add("--lr", type=float, default=0.05)

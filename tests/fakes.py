@@ -64,7 +64,7 @@ class FakeModule(ModuleType):
     def __init__(self, name: str, latency: float, bandwidth: float) -> None:
         super().__init__(f"fake_{name}")
         self.short_name, self.latency, self.bandwidth = name, latency, bandwidth
-        self.RUNS_OPTIMIZER = name == "pbox"
+        self.RUNS_OPTIMIZER = self.FOLDS_PACKED = name == "pbox"
         self.made: list[FakeBackend] = []
         self.reason: str | None = None
         self.broken_on = -1

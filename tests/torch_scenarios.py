@@ -99,6 +99,25 @@ def reduce_groups() -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
+def reduce_in_16_bits() -> None:
+    """The result has the tensor's type and 16 bits' precision; integers are left alone."""
+    n = hvd.size()
+    x: Any = torch.full((3,), 1 + 2.0**-20, requires_grad=True)
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        result = hvd.allreduce(x, op=hvd.Sum, compression=compression)
+        assert result.dtype is torch.float32
+        assert result.tolist() == [n] * 3
+    result.sum().backward()
+    assert x.grad.tolist() == [n] * 3
+    pair = [torch.full((2,), 1 + 2.0**-40, dtype=torch.float64), torch.arange(3)]
+    found = hvd.grouped_allreduce(pair, op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert [one.dtype for one in found] == [torch.float64, torch.int64]
+    assert found[0].tolist() == [n] * 2
+    assert found[1].tolist() == [0, n, 2 * n]
+    with pytest.raises(ConfigError, match="pass it to DistributedOptimizer"):
+        hvd.allreduce(torch.ones(1), compression=hvd.Compression.one_bit)
+
+
 def submit_in_different_orders() -> None:
     """Named operations meet by name; each rank waits for its last one first."""
     names = [f"t{i}" for i in range(6)]

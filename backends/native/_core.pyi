@@ -138,6 +138,8 @@ class TableInfo:
         deterministic: bool,
         staleness: int | None,
         first_keys_first: bool,
+        packing: int,
+        packing_parameter: float,
     ) -> None: ...
 
 class Table:
@@ -427,6 +429,24 @@ class _Kernels(Protocol):
         taken: int,
         execution: _Execution = ...,
     ) -> None: ...
+    def packed_bytes(self, packing: int, parameter: float, count: int) -> int: ...
+    def pack(
+        self,
+        packing: int,
+        parameter: float,
+        out: _Bytes,
+        residual: _Bytes,
+        gradient: _Bytes,
+    ) -> None: ...
+    def fold_packed(
+        self,
+        packing: int,
+        parameter: float,
+        acc: _Bytes,
+        form: _Bytes,
+        first: bool,
+        pre: float,
+    ) -> bool: ...
     def walk(
         self,
         what: _Walk,

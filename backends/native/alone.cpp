@@ -16,7 +16,7 @@ void JobShard::step_alone(TableShard& shard, uint32_t index, int rank, const std
   const TableInfo& info = shard.table->info;
   Arrivals& arrivals = shard.chunks[index].arrivals;
   if (payload) {
-    fold(shard, index, payload, true);
+    fold(shard, index, rank, payload, true);
     optimize(shard, index, update_of(info.keys[info.chunks[index].key].group, rank));
   }
   ++answered_;

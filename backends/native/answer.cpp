@@ -21,7 +21,8 @@ void next_exchange(Arrivals& arrivals) {
 
 // --- over lanes: folded as it arrives ---
 
-void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload, bool first) {
+void JobShard::fold(TableShard& shard, uint32_t index, int rank, const std::byte* payload,
+                    bool first) {
   const Table& table = *shard.table;
   const ChunkInfo& chunk = table.info.chunks[index];
   const Arrivals& arrivals = shard.chunks[index].arrivals;
@@ -30,21 +31,28 @@ void JobShard::fold(TableShard& shard, uint32_t index, const std::byte* payload,
   std::byte* sum = to_answer ? narrow_at(table.answers[arrivals.step % 2], chunk)
                              : wide_at(table, table.sums, chunk);
   const Scale scale = arrivals.init ? Scale{} : table.info.scale;
-  phub::fold(t, table.info.op, sum, payload, elements(table.info, chunk), first, scale);
+  const size_t count = elements(table.info, chunk);
+  if (!table.info.compression.packs() || arrivals.init)
+    phub::fold(t, table.info.op, sum, payload, count, first, scale);
+  else if (!fold_packed(table.info.compression, sum, payload, count, first, scale.pre))
+    throw Error(ErrorCode::protocol,
+                "[pbox] rank " + std::to_string(rank) + " sent chunk " +
+                    std::to_string(table.info.first_chunk + index) +
+                    " with elements that it does not have",
+                rank);
 }
 
 // What comes before its turn is kept: at most one chunk of each rank.
-void JobShard::fold_in_order(TableShard& shard, uint32_t index, int rank,
-                             const std::byte* payload) {
+void JobShard::fold_in_order(TableShard& shard, uint32_t index, int rank, const std::byte* payload,
+                             size_t length) {
   ChunkState& state = shard.chunks[index];
   const RankSet& with_gradient = state.arrivals.with_gradient;
-  if (payload && rank != state.in_order)
-    state.held[rank].assign(payload, payload + shard.table->info.chunks[index].bytes);
+  if (payload && rank != state.in_order) state.held[rank].assign(payload, payload + length);
   bool first = (with_gradient << static_cast<size_t>(kMaxWorkers - state.in_order)).none();
   for (int& next = state.in_order;
        next < workers && state.arrivals.arrived.test(static_cast<size_t>(next)); ++next) {
     if (!with_gradient.test(static_cast<size_t>(next))) continue;
-    fold(shard, index, next == rank ? payload : state.held.at(next).data(), first);
+    fold(shard, index, next, next == rank ? payload : state.held.at(next).data(), first);
     first = false;
   }
   if (state.in_order < workers) return;

@@ -237,7 +237,7 @@ void JobShard::push(int rank, const Header& header, const std::byte* payload) {
   if (chunk.core != core_)
     refuse(rank, "chunk " + std::to_string(header.id) + " to another chunk's core");
   if (info.arena) refuse(rank, "a chunk of a key whose gradients are read in place");
-  const size_t expected = header.flags & flag::no_grad ? 0 : chunk.bytes;
+  const size_t expected = push_bytes(info, chunk, header.flags);
   if (header.length != expected)
     refuse(rank, "chunk " + std::to_string(header.id) + " with " + std::to_string(header.length) +
                      " bytes, expected " + std::to_string(expected));
@@ -247,9 +247,9 @@ void JobShard::push(int rank, const Header& header, const std::byte* payload) {
   if (info.staleness > 0 && !arrivals.init)
     return step_alone(*place.shard, place.index, rank, gradient);
   if (info.deterministic)
-    fold_in_order(*place.shard, place.index, rank, gradient);
+    fold_in_order(*place.shard, place.index, rank, gradient, expected);
   else if (gradient)
-    fold(*place.shard, place.index, gradient, arrivals.with_gradient.count() == 1);
+    fold(*place.shard, place.index, rank, gradient, arrivals.with_gradient.count() == 1);
   if (complete(arrivals)) answer_chunk(*place.shard, place.index);
 }
 

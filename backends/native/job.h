@@ -126,8 +126,9 @@ class JobShard {
   Update update_of(uint32_t group, int rank) const;
 
   // answer.cpp: the arithmetic of a chunk, from first arrival to answer
-  void fold(TableShard& shard, uint32_t index, const std::byte* payload, bool first);
-  void fold_in_order(TableShard& shard, uint32_t index, int rank, const std::byte* payload);
+  void fold(TableShard& shard, uint32_t index, int rank, const std::byte* payload, bool first);
+  void fold_in_order(TableShard& shard, uint32_t index, int rank, const std::byte* payload,
+                     size_t length);
   void optimize(TableShard& shard, uint32_t index, const Update& update);
   const std::byte* reduce_answer(TableShard& shard, uint32_t index);
   const std::byte* optimized_answer(TableShard& shard, uint32_t index);

@@ -9,6 +9,7 @@
 #include "error.h"
 #include "kernels/bench.h"
 #include "kernels/cpu.h"
+#include "kernels/packed.h"
 
 namespace py = pybind11;
 using namespace phub;
@@ -193,6 +194,46 @@ void bind_steps(py::module_& m) {
       py::arg("execution") = Execution{});
 }
 
+Compression to_compression(int packing, double parameter) {
+  const Compression compression{static_cast<Packing>(packing), parameter};
+  if (packing < 0 || packing > UINT8_MAX || !compression.packs() || !compression.is_valid())
+    refuse("a packing and its parameter, got " + std::to_string(packing) + " and " +
+           std::to_string(parameter));
+  return compression;
+}
+
+void bind_packing(py::module_& m) {
+  m.def(
+      "packed_bytes",
+      [](int packing, double parameter, size_t count) {
+        return packed_bytes(to_compression(packing, parameter), count);
+      },
+      py::arg("packing"), py::arg("parameter"), py::arg("count"));
+  m.def(
+      "pack",
+      [](int packing, double parameter, const Bytes& out, const Bytes& residual,
+         const Bytes& gradient) {
+        const Compression compression = to_compression(packing, parameter);
+        const auto bytes = static_cast<size_t>(gradient.size());
+        const size_t count = bytes / sizeof(float);
+        pack(compression, output(out, packed_bytes(compression, count)), output(residual, bytes),
+             gradient.data(), count);
+      },
+      py::arg("packing"), py::arg("parameter"), py::arg("out").noconvert(),
+      py::arg("residual").noconvert(), py::arg("gradient").noconvert());
+  m.def(
+      "fold_packed",
+      [](int packing, double parameter, const Bytes& acc, const Bytes& form, bool first,
+         double pre) {
+        const Compression compression = to_compression(packing, parameter);
+        const size_t count = static_cast<size_t>(acc.size()) / sizeof(float);
+        return fold_packed(compression, output(acc, count * sizeof(float)),
+                           input(form, packed_bytes(compression, count)), count, first, pre);
+      },
+      py::arg("packing"), py::arg("parameter"), py::arg("acc").noconvert(),
+      py::arg("form").noconvert(), py::arg("first"), py::arg("pre"));
+}
+
 using Optional = std::optional<Bytes>;
 
 std::vector<std::vector<double>> timed_walk(Walk what, int dtype, const std::vector<Bytes>& in,
@@ -276,5 +317,6 @@ void bind_kernels(py::module_& m) {
   bind_types(kernels);
   bind_reductions(kernels);
   bind_steps(kernels);
+  bind_packing(kernels);
   bind_walks(kernels);
 }

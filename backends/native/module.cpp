@@ -45,7 +45,8 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
                      const Array<uint32_t>& chunk_keys, const Array<uint16_t>& chunk_cores, int op,
                      double prescale, double postscale, int divisor, bool arena,
                      bool shared_answers, bool server, uint32_t states, bool shared,
-                     bool deterministic, std::optional<uint32_t> staleness, bool first_keys_first) {
+                     bool deterministic, std::optional<uint32_t> staleness, bool first_keys_first,
+                     int packing, double packing_parameter) {
   TableInfo table;
   table.id = id;
   table.first_key = first_key;
@@ -61,6 +62,7 @@ TableInfo make_table(uint32_t id, uint32_t first_key, uint32_t first_chunk, uint
   table.deterministic = deterministic;
   table.staleness = staleness.value_or(TableInfo::kAsynchronous);
   table.first_keys_first = first_keys_first;
+  table.compression = {static_cast<Packing>(packing), packing_parameter};
   for (py::ssize_t i = 0; i < key_offsets.size(); ++i)
     table.keys.push_back({key_offsets.at(i), key_bytes.at(i), static_cast<DType>(key_dtypes.at(i)),
                           key_groups.at(i), 0, 0});
@@ -151,7 +153,8 @@ void bind_server(py::module_& m) {
            py::arg("chunk_cores").noconvert(), py::arg("op"), py::arg("prescale"),
            py::arg("postscale"), py::arg("divisor"), py::arg("arena"), py::arg("shared_answers"),
            py::arg("server"), py::arg("states"), py::arg("shared"), py::arg("deterministic"),
-           py::arg("staleness").none(true), py::arg("first_keys_first"));
+           py::arg("staleness").none(true), py::arg("first_keys_first"), py::arg("packing"),
+           py::arg("packing_parameter"));
   py::class_<Table, std::shared_ptr<Table>>(m, "Table")
       .def_property_readonly("arenas", [](const Table& table) { return table.arenas; })
       .def_property_readonly("answers",

@@ -81,6 +81,7 @@ void PboxClient::add(TableInfo info, std::vector<std::shared_ptr<Memory>> answer
     if (std::find(cores.begin(), cores.end(), chunk.core) == cores.end())
       cores.push_back(chunk.core);
   }
+  if (info.compression.packs()) shard->packer = std::make_shared<Packer>(info);
   shard->info = std::move(info);
   shard->answers = std::move(answers);
   for (size_t server = 0; server < servers.size(); ++server) {
@@ -148,7 +149,13 @@ PboxClient::Place PboxClient::key_at(const Lane& lane, uint32_t id) const {
 }
 
 void PboxClient::push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory) {
-  const auto guard = engine_.lock();
+  auto guard = engine_.lock();
+  startable(shard(table), key);
+  if (const auto packer = shard(table).packer; packer && !(flags & (flag::no_grad | flag::init))) {
+    guard.unlock();  // lanes go on moving meanwhile
+    packer->pack(key, memory);
+    guard = engine_.lock();
+  }
   Shard& target = shard(table);
   Key& state = startable(target, key);
   if (!target.info.keys[key].chunks) return;  // no elements: nothing to exchange
@@ -180,24 +187,31 @@ void PboxClient::send_chunks(Shard& target, uint32_t key, FrameKind kind, uint8_
   const TableInfo& info = target.info;
   const KeyInfo& range = info.keys[key];
   Key& state = target.keys[key];
-  const bool payload = kind == FrameKind::push && !(flags & flag::no_grad);
   std::vector<Parcel> parcels;
   parcels.reserve(range.chunks);
   for (uint32_t index = range.first_chunk; index < range.first_chunk + range.chunks; ++index) {
     const ChunkInfo& chunk = info.chunks[index];
+    const size_t length = kind == FrameKind::push ? push_bytes(info, chunk, flags) : 0;
     const Header header{kind,
                         flags,
                         static_cast<uint16_t>(rank_),
                         target.ids[server_of(chunk.core)].chunk + index,
                         state.step,
-                        payload ? chunk.bytes : 0};
+                        static_cast<uint32_t>(length)};
     expect(target, key, index);
-    const std::byte* data = payload ? state.memory + (chunk.offset - range.offset) : nullptr;
+    const std::byte* data = length ? content(target, index, flags) : nullptr;
     parcels.push_back({lanes_[chunk.core], header, data, &target, key});
   }
   const auto place = place_in_outbox(target, key);
   outbox_.insert(place, parcels.begin(), parcels.end());
   post();
+}
+
+// What a push of a chunk carries.
+const std::byte* PboxClient::content(const Shard& target, uint32_t index, uint8_t flags) const {
+  if (target.packer && !(flags & flag::init)) return target.packer->form(index);
+  const ChunkInfo& chunk = target.info.chunks[index];
+  return target.keys[chunk.key].memory + (chunk.offset - target.info.keys[chunk.key].offset);
 }
 
 // Where a key's chunks are put into the outbox. Those of other tables are not overtaken.

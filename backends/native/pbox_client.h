@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "packer.h"
 #include "table.h"
 
 namespace phub {
@@ -38,7 +39,8 @@ class PboxClient : public Sink {
 
   // Starts one exchange of a key. `memory` points at the key's first byte; the answer replaces it
   // (except in a shared model) and it must stay valid and unchanged until then. Unused when the
-  // gradient stands in the shared arena. flags: flag::no_grad, flag::init.
+  // gradient stands in the shared arena. flags: flag::no_grad, flag::init. Packs the gradient first
+  // where the table has a compression.
   void push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory);
   // Asks for the current weights of a key into `memory` (server optimizer, not in place).
   void pull(uint32_t table, uint32_t key, std::byte* memory);
@@ -94,6 +96,7 @@ class PboxClient : public Sink {
     TableInfo info;
     std::vector<WireIds> ids;  // by server
     std::vector<std::shared_ptr<Memory>> answers;
+    std::shared_ptr<Packer> packer;  // of a table with a compression
     std::vector<Key> keys;
     std::vector<uint8_t> pending;  // per chunk: answers to come
     uint32_t outstanding = 0;      // keys without their answer
@@ -110,6 +113,7 @@ class PboxClient : public Sink {
   Place find(const Firsts& firsts, const Lane& lane, uint32_t id) const;
   Place chunk_at(const Lane& lane, uint32_t id) const;  // throws when there is none
   Place key_at(const Lane& lane, uint32_t id) const;    // likewise
+  const std::byte* content(const Shard& shard, uint32_t index, uint8_t flags) const;
   void send_chunks(Shard& shard, uint32_t key, FrameKind kind, uint8_t flags);
   void expect(Shard& shard, uint32_t key, uint32_t index);
   std::deque<Parcel>::iterator place_in_outbox(const Shard& shard, uint32_t key);

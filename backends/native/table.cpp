@@ -19,6 +19,20 @@ void pack(TableInfo& info) {
 
 bool is_elsewhere(const ChunkInfo& chunk) { return chunk.core == kNoCore; }
 
+void check_compression(const TableInfo& info) {
+  const bool is_float = std::all_of(info.keys.begin(), info.keys.end(),
+                                    [](auto& key) { return key.dtype == DType::f32; });
+  const bool is_sum = info.op == ReduceOp::sum || info.op == ReduceOp::average;
+  if (info.compression.is_valid() && is_float && is_sum && !info.arena && !info.shared_answers &&
+      !info.shared)
+    return;
+  throw Error(ErrorCode::config,
+              "[table] expected a known packing of float32 gradients that are summed and sent over "
+              "lanes; got another type, reduction or place, or parameter " +
+                  std::to_string(info.compression.parameter) + " of packing " +
+                  std::to_string(static_cast<int>(info.compression.packing)));
+}
+
 }  // namespace
 
 void TableInfo::check() const {
@@ -41,6 +55,7 @@ void TableInfo::check() const {
     refuse(
         "steps of single ranks are for an optimizer on the server, of a model that is not "
         "shared, in no fixed order");
+  if (compression.packs()) check_compression(*this);
   for (const ChunkInfo& chunk : chunks) {
     if (chunk.key >= keys.size() || chunk.bytes > kMaxPayload) refuse("a chunk is out of bounds");
     const KeyInfo& key = keys[chunk.key];
@@ -48,6 +63,12 @@ void TableInfo::check() const {
       refuse("a chunk straddles keys");
     if (chunk.bytes % item_size(key.dtype)) refuse("a chunk splits an element");
   }
+}
+
+size_t push_bytes(const TableInfo& info, const ChunkInfo& chunk, uint8_t flags) {
+  if (flags & flag::no_grad) return 0;
+  if (flags & flag::init || !info.compression.packs()) return chunk.bytes;
+  return packed_bytes(info.compression, chunk.bytes / sizeof(float));
 }
 
 Table::Table(TableInfo table, int workers) : info(std::move(table)) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/cpu.h"
+#include "kernels/packed.h"
 #include "memory.h"
 #include "wire.h"
 
@@ -51,12 +52,16 @@ struct TableInfo {
   static constexpr uint32_t kAsynchronous = UINT32_MAX;
   // Of what waits to be sent, or to be answered, lower keys go first.
   bool first_keys_first = false;
+  Compression compression = {};  // of gradients that are pushed; answers are never packed
 
   // The range of a key's or chunk's bytes is inside the arena, and so on; throws Error(config).
   void check() const;
 };
 
 inline bool is_16bit(DType t) { return item_size(t) == 2; }
+
+// Bytes that a push of a chunk with these flags carries; initial weights are never packed.
+size_t push_bytes(const TableInfo& info, const ChunkInfo& chunk, uint8_t flags);
 
 // The server's memory of a table. Buffers have the arena's layout, but a shard's hold its own chunks
 // only, side by side; `info` then has their places there. Those in the accumulator type are `wide`:

@@ -6,8 +6,9 @@
 //   payload  := byte{length}
 //
 // Worker -> core of a PBox (sender = rank; id = chunk unless said otherwise):
-//   push        payload = the chunk's elements; flag no_grad: no payload, counts as zeros;
-//               flag init: the payload becomes the weights (only the root sends one)
+//   push        payload = the chunk's elements, or in a table with a compression their packed
+//               form; flag no_grad: no payload, counts as zeros; flag init: the payload, never
+//               packed, becomes the weights (only the root sends one)
 //   push_key    id = key; all chunks of that key on this lane's core stand in the shared arena;
 //               same flags; length 0
 //   pull        id = chunk: answer at once with the current weights (server optimizer only)
@@ -30,6 +31,13 @@
 //               its data
 //   data        id = sender's number; step = use; sender = part. The payload continues that part's
 //               receives from this sender, in the order of the schedule
+// Packed forms of n elements of fp32 (what they mean stands in kernels/packed.h); t and share are
+// the table's:
+//   f16, bf16   := half{n}
+//   two_bit     := word{ceil(n/16)}              11 = t, 10 = -t, 00 = 0; from the upper bits of the
+//                                                first byte on
+//   one_bit     := scale:f32 word{ceil(n/32)}    1 = scale, 0 = -scale; from the lowest bit on
+//   top_k       := index:u32{k} value:f32{k}     k = max(1, floor(share*n)); indices rise
 // Either way:
 //   error       payload = ErrorWire + text; the job is over. Between workers: id = sender's number,
 //               step = use; the sender has failed that use and does nothing more for it

@@ -6,6 +6,7 @@ from phub_collective.backends.base import Backend, Context
 from phub_collective.backends.native import unavailable_reason
 
 RUNS_OPTIMIZER = True
+FOLDS_PACKED = True
 
 
 def is_available() -> str | None:

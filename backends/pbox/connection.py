@@ -213,7 +213,7 @@ class Connection:
             self.close_table(spec.name, ids[0])  # the others shall not wait for this rank
             raise
         kept, descriptors[:] = list(descriptors), []
-        return RegisteredTable(ids[0], local and spec.model, kept)
+        return RegisteredTable(ids[0], spec.in_place(local), kept)
 
     def _fail(self, error: PhubError) -> None:
         self.client.fail(to_code(error), rank_of(error), str(error))

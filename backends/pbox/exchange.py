@@ -21,6 +21,7 @@ from phub_collective.backends.base import (
     layout,
 )
 from phub_collective.backends.native import load
+from phub_collective.backends.operations import check_compression
 from phub_collective.backends.pbox.connection import Connection, RegisteredTable
 from phub_collective.backends.pbox.handshake import HANDSHAKE_SECONDS
 from phub_collective.backends.pbox.keytable import TableSpec
@@ -30,7 +31,9 @@ from phub_collective.errors import ConfigError, PhubError
 
 class PboxExchange(Exchange):
     """See `Exchange`. On the PBox's host, over shm lanes, the arena is the server's memory: a core
-    reads gradients where they stand and writes the answer in the same place."""
+    reads gradients where they stand and writes the answer in the same place. With a compression,
+    packed gradients travel through the lanes, on any host; the worker keeps the residuals, which
+    begin with zeros."""
 
     def __init__(
         self, connection: Connection, spec: ExchangeSpec, chunk_bytes: int, backend: str = "pbox"
@@ -52,6 +55,7 @@ class PboxExchange(Exchange):
             deterministic=spec.deterministic,
             staleness=None if math.isinf(spec.staleness) else int(spec.staleness),
             first_keys_first=spec.first_keys_first,
+            compression=spec.compression,
         )
         self._check()
         registered = self._register()
@@ -87,6 +91,7 @@ class PboxExchange(Exchange):
                 f"[pbox] shared_model=True needs one PBox, this job has {self._connection.shards} "
                 "shards, each with a part of the weights; leave it out, or use backend pbox"
             )
+        check_compression(spec, "pbox")
         if spec.place == "server":
             for key in spec.keys:
                 if not key.dtype.is_floating:

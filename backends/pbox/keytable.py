@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from phub_collective.backends.base import DType, Key, ReduceOp, layout
+from phub_collective.backends.compression import NO_COMPRESSION, Compression, Packing
 from phub_collective.backends.native import load
 from phub_collective.backends.operations import first_difference
 from phub_collective.backends.pbox.placement import Placement, place
-from phub_collective.errors import MismatchError, ProtocolError
+from phub_collective.errors import ConfigError, MismatchError, ProtocolError
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class TableSpec:
         server, shared: the core runs the optimizer; workers read the core's weights in place.
         states: arrays of state that its rules keep at most.
         deterministic, staleness, first_keys_first: see `ExchangeSpec`; staleness None: no limit.
+        compression: of gradients that are pushed.
     """
 
     name: str
@@ -42,6 +44,7 @@ class TableSpec:
     deterministic: bool = False
     staleness: int | None = 0
     first_keys_first: bool = False
+    compression: Compression = NO_COMPRESSION
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,8 +78,12 @@ class TableSpec:
                 bool(fields["deterministic"]),
                 None if fields["staleness"] is None else int(fields["staleness"]),
                 bool(fields["first_keys_first"]),
+                compression=Compression(
+                    Packing(fields["compression"]["packing"]),
+                    float(fields["compression"]["parameter"]),
+                ),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise ProtocolError(f"[pbox] a malformed key table: {error!r}") from None
         sizes = (n for key in keys for n in (*key.shape, key.group))
         if min(sizes, default=0) < 0 or spec.chunk_bytes < 64 or spec.states < 0:
@@ -92,9 +99,15 @@ class TableSpec:
             f"postscale {self.postscale:g}, chunk_bytes {self.chunk_bytes}, "
             f"server optimizer {self.server} with {self.states} arrays of state, "
             f"shared model {self.shared}, deterministic {self.deterministic}, "
-            f"staleness {'without limit' if self.staleness is None else self.staleness}"
+            f"staleness {'without limit' if self.staleness is None else self.staleness}, "
+            f"compression {self.compression}"
         )
         return [head, *(describe_key(key) for key in self.keys)]
+
+    def in_place(self, local: bool) -> bool:
+        """Whether a core reads gradients where workers wrote them: they are a model's, stand in
+        shared memory (`local`), and are not packed, which would be a copy in any case."""
+        return local and self.model and not self.compression.packs
 
     @property
     def groups(self) -> int:
@@ -181,7 +194,7 @@ def native_table(
         prescale=spec.prescale,
         postscale=spec.postscale / workers if average else spec.postscale,
         divisor=workers if average else 1,
-        arena=local and spec.model,
+        arena=spec.in_place(local),
         shared_answers=local and not spec.model,
         server=spec.server,
         states=spec.states,
@@ -189,6 +202,8 @@ def native_table(
         deterministic=spec.deterministic,
         staleness=spec.staleness,
         first_keys_first=spec.first_keys_first,
+        packing=int(spec.compression.packing),
+        packing_parameter=spec.compression.parameter,
     )
 
 

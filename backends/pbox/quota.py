@@ -162,7 +162,7 @@ def memory_need(spec: TableSpec, workers: int, local: bool, shards: int = 1) -> 
     """What the native core allocates for a table (see `Table` in native/table.h). Of several
     shards the fullest has an even share and less than a chunk (see placement.py)."""
     narrow = any(key.dtype.is_floating and key.dtype.itemsize == 2 for key in spec.keys)
-    arenas = workers if local and spec.model else 0
+    arenas = workers if spec.in_place(local) else 0
     weights = 2 if spec.shared else 0
     answers = 2 if not arenas and (narrow or not spec.server) else 0
     state = spec.states if spec.server else 0

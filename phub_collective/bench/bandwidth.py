@@ -87,7 +87,10 @@ def least_bytes(mode: str, lane: str, workers: int, nbytes: int) -> int:
 def floor_seconds(
     mode: str, lane: str, workers: int, nbytes: int, bandwidth: float
 ) -> float | None:
-    """Seconds for `least_bytes`; None where the last cache may hold a good part of the workload."""
+    """Seconds for `least_bytes`; None where the last cache may hold a good part of the workload,
+    and for packed gradients, whose bytes are few and whose packing takes longer."""
+    if mode == "allreduce-packed":
+        return None
     if workers * nbytes < CACHES * last_level_cache():
         return None
     return least_bytes(mode, lane, workers, nbytes) / bandwidth

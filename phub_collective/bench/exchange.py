@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=("yes", "no"), default="yes",
         help="registered exchanges: buckets in flight together, or the whole model at once",
     )  # fmt: skip
+    parser.add_argument(
+        "--compression", default="none", metavar="HOW",
+        help="registered exchanges with fp16, bf16, two_bit[:THRESHOLD], one_bit or topk[:RATIO] "
+        "(the last two are checked slowly); default: none",
+    )  # fmt: skip
     add_environment_arguments(parser)
 
 
@@ -94,6 +99,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         warmup=args.warmup,
         per_key=args.per_key,
         overlap=args.overlap == "yes",
+        compression=args.compression,
     )
 
 

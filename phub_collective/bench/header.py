@@ -50,6 +50,7 @@ def worker_facts(plan: Plan, config: Config) -> dict[str, Any]:
         "reserved_huge_pages": kernel_value(RESERVED_HUGE_PAGES),
         "launcher": identify(os.environ).launcher,
         "lane": plan.lane,
+        "compression": plan.compression,
         "warmup": plan.warmup,
         "chunk_bytes": config.chunk_bytes,
         "bucket_bytes": config.bucket_bytes if plan.overlap else "whole model",

@@ -33,7 +33,11 @@ _LARGEST = 512  # small, so that sums over iterations (an optimizer's momentum) 
 
 
 class Pattern:
-    """The numbers of one job; rows are int64, one entry per element of the period."""
+    """The numbers of one job; rows are int64, one entry per element of the period.
+
+    Attributes:
+        values: numbers are below it.
+    """
 
     def __init__(self, ranks: int, dtype: DType, count: int) -> None:
         """`count`: elements of the longest array that is filled (rows are not made longer)."""
@@ -43,7 +47,7 @@ class Pattern:
                 f"[bench] no exact pattern for {ranks} ranks of {dtype.name.lower()}; "
                 "use another --dtype"
             )
-        self._values = min(_LARGEST, _EXACT[dtype] // ranks)
+        self.values = min(_LARGEST, _EXACT[dtype] // ranks)
         self._index = np.arange(max(1, min(count, PERIOD)), dtype=np.uint64)
 
     def row(self, rank: int, iteration: int) -> np.ndarray:
@@ -56,7 +60,7 @@ class Pattern:
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(32)
-        return (mixed % np.uint64(self._values)).astype(np.int64)
+        return (mixed % np.uint64(self.values)).astype(np.int64)
 
     def total(self, iteration: int) -> np.ndarray:
         """The sum over all ranks in `iteration`."""

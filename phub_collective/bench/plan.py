@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phub_collective.backends.base import DType, Key
+from phub_collective.backends.compression import Compression
 from phub_collective.errors import ConfigError
 from phub_collective.models import model_keys
 from phub_collective.sizes import parse_size
@@ -25,6 +26,8 @@ class Plan:
         per_key: one operation per key of a model, not one for the whole model.
         overlap: buckets of PHUB_BUCKET_BYTES in flight together, not the whole model at once.
         registered: (mode allreduce) measure the registered exchange, too.
+        compression: as `Compression.of` takes it; other than none: (mode allreduce) only the
+            registered exchange is measured, with it.
         choose: let the selector measure, and note which backend it chooses for each workload.
     """
 
@@ -41,6 +44,7 @@ class Plan:
     overlap: bool = True
     registered: bool = True
     choose: bool = False
+    compression: str = "none"
     timeout: float = 120.0
 
     def save(self, path: Path) -> None:
@@ -61,6 +65,12 @@ class Plan:
             raise ConfigError(f"[bench] mode {self.mode} is measured in float32, not {self.dtype}")
         if self.mode == "shared-model" and self.lane == "tcp":
             raise ConfigError("[bench] mode shared-model needs --lane shm (one host)")
+        packs = Compression.of(self.compression).packs
+        if packs and (self.mode, self.dtype) != ("allreduce", "float32"):
+            raise ConfigError(
+                f"[bench] --compression is measured in mode allreduce of float32, not {self.mode} "
+                f"of {self.dtype}"
+            )
         for workload in self.workloads:
             Workload.of(self, workload)
 

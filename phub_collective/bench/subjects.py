@@ -22,6 +22,7 @@ from phub_collective.backends.base import (
     ReduceOp,
     layout,
 )
+from phub_collective.backends.compression import NO_COMPRESSION
 from phub_collective.bench import pattern
 from phub_collective.bench.plan import Workload
 from phub_collective.errors import BackendUnavailable
@@ -141,6 +142,7 @@ class ExchangeSubject(Subject):
     exchange: Exchange
     place = "worker"
     shared_model = False
+    compression = NO_COMPRESSION
 
     def __init__(
         self, backend: Backend, work: Workload, numbers: pattern.Pattern, bucket_bytes: int
@@ -157,6 +159,7 @@ class ExchangeSubject(Subject):
             self.place,
             self.shared_model,
             self._bucket_bytes,
+            compression=self.compression,
         )
         self.exchange = self.backend.open_exchange(spec)
         self._results = {_address(self.exchange.result): self.exchange.result}

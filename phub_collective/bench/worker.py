@@ -20,10 +20,13 @@ import numpy as np
 
 from phub_collective.backends import names, runs_optimizer
 from phub_collective.backends.base import Backend
+from phub_collective.backends.buckets import CASTS
+from phub_collective.backends.compression import Compression
 from phub_collective.bench.bandwidth import bandwidth, floor_seconds, walk_seconds
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.header import lane_of, worker_facts
 from phub_collective.bench.measure import measure, naming
+from phub_collective.bench.packed import PackedAllreduce
 from phub_collective.bench.pattern import Pattern
 from phub_collective.bench.plan import Plan, Workload
 from phub_collective.bench.subjects import (
@@ -45,6 +48,7 @@ class Runner:
 
     def __init__(self, plan: Plan, session: Session, folder: Path) -> None:
         self._plan, self._session, self._folder = plan, session, folder
+        self._compression = Compression.of(plan.compression)
         self._rank, self._rendezvous = session.rank, session.context.rendezvous
         self._gate = Gate(folder, self._rendezvous, plan.timeout)
         self._backends: list[Backend] = []
@@ -100,7 +104,9 @@ class Runner:
 
     def _rows(self, workload: Workload) -> list[dict[str, Any]]:
         plan, rows = self._plan, []
-        numbers = Pattern(self._session.size, workload.dtype, workload.count)
+        # What is cast must be exact in the type it is cast to.
+        reduced = CASTS.get(self._compression.packing, workload.dtype)
+        numbers = Pattern(self._session.size, reduced, workload.count)
         for mode, subjects in self._groups(workload, numbers):
             what = workload.model or size_text(workload.nbytes)
             self._progress(f"{mode} {what}: {', '.join(s.backend.name for s in subjects)}")
@@ -122,6 +128,15 @@ class Runner:
                     served(backend, workload, numbers, bucket)
                     if runs_optimizer(backend.name)
                     else WorkerOptimizer(backend, workload, numbers, bucket, sgd)
+                    for backend in self._backends
+                ],
+            )
+            return
+        if self._compression.packs:
+            yield (
+                PackedAllreduce.mode,
+                [
+                    PackedAllreduce(backend, workload, numbers, bucket, self._compression)
                     for backend in self._backends
                 ],
             )

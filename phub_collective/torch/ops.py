@@ -16,7 +16,7 @@ import torch
 
 from phub_collective.backends.base import DType, Kind, Operation, ReduceOp
 from phub_collective.errors import ConfigError
-from phub_collective.torch.compression import Compression, check_compression
+from phub_collective.torch.compression import Compression, checked
 from phub_collective.torch.context import face
 from phub_collective.torch.handles import Handle, synchronize
 from phub_collective.torch.staging import Stage, by_dtype
@@ -202,6 +202,7 @@ def allreduce(
         tensor: same shape and dtype on every rank; left alone.
         average: deprecated; True means op=Average, False op=Sum.
         name: same on every rank; None: one is made.
+        compression: Compression.fp16 or bf16: floats are cast for the way and back.
         op: Average (default; of integers rounded down), Sum, Min, Max or Product.
 
     Raises:
@@ -209,9 +210,10 @@ def allreduce(
             named.
         ConfigError, PeerLost, PeerTimeout
     """
-    check_compression(compression)
+    compressor = checked(compression)
     plan = _reduction(average, op, prescale_factor, postscale_factor)
-    return _reduced(name, plan, [tensor])[0]
+    packed, dtype = compressor.compress(tensor)
+    return compressor.decompress(_reduced(name, plan, [packed])[0], dtype)
 
 
 def allreduce_(
@@ -264,9 +266,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Allreduce all `tensors` together; differentiable. See `allreduce`."""
-    check_compression(compression)
+    compressor = checked(compression)
     plan = _reduction(average, op, prescale_factor, postscale_factor)
-    return list(_reduced(name, plan, tensors))
+    packed, dtypes = compressor.compress_all(tensors)
+    return compressor.decompress_all(_reduced(name, plan, packed), dtypes)
 
 
 def grouped_allreduce_(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from phub_collective.backends.base import ReduceOp
 from phub_collective.errors import ConfigError, DuplicateName
-from phub_collective.torch.compression import Compression, check_compression
+from phub_collective.torch.compression import Compression, checked
 from phub_collective.torch.ops import Average, Sum
 from phub_collective.torch.places import check_server_optimizer
 from phub_collective.torch.reducer import ExchangeCounters, Options, Reducer
@@ -253,7 +253,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Args:
         optimizer: any torch optimizer; with optimizer_place="server" SGD, Adam or AdamW.
         named_parameters: `model.named_parameters()`; None: names are made from positions.
-        compression: Compression.none.
+        compression: one of Compression: how gradients are packed before they are sent. What was
+            not sent is added to the next step's gradients, and is not in `state_dict()`.
         backward_passes_per_step: see `set_backward_passes_per_step`.
         op: Average or Sum.
         gradient_predivide_factor: with Average: gradients are divided by it before they are
@@ -282,7 +283,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(optimizer, Distributed):
         raise ConfigError("[torch] this optimizer is distributed already; wrap it once")
-    check_compression(compression)
     _check_place(optimizer, optimizer_place, shared_model, hold)
     if not staleness >= 0 or (staleness > 0 and optimizer_place != "server"):
         raise ConfigError(
@@ -309,6 +309,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         staleness=staleness,
         wait_in_forward=wait_in_forward,
         backend=backend,
+        compression=checked(compression).form,
     )
     reducer = Reducer(optimizer, options)
     if options.on_server and optimizer.state:  # of a checkpoint: it goes to the server

@@ -26,6 +26,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from phub_collective.backends.base import Exchange, ExchangeSpec, Kind, Operation, ReduceOp
+from phub_collective.backends.compression import NO_COMPRESSION, Compression
 from phub_collective.errors import ConfigError
 from phub_collective.torch.arena import Slot, key_of, slots_of
 from phub_collective.torch.context import Face, face
@@ -48,6 +49,7 @@ class Options:
         deterministic, staleness: as in `ExchangeSpec`.
         wait_in_forward: a step does not wait for its results, whoever uses them next does.
         backend: None: the selector's choice.
+        compression: of gradients.
     """
 
     named: tuple[tuple[str, int], ...]
@@ -63,6 +65,7 @@ class Options:
     staleness: float = 0
     wait_in_forward: bool = False
     backend: str | None = None
+    compression: Compression = NO_COMPRESSION
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class Reducer:
                 options.deterministic,
                 options.staleness,
                 options.wait_in_forward,
+                compression=options.compression,
             ),
             options.backend,
         )

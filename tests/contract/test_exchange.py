@@ -12,6 +12,7 @@ from contract.cases import encode
 from contract.jobs import Job, lineup
 
 from phub_collective.backends.base import Backend, DType, Exchange, ExchangeSpec, Key, ReduceOp
+from phub_collective.backends.compression import Compression
 from phub_collective.errors import MismatchError
 
 KEYS = [
@@ -75,6 +76,26 @@ def initialize_makes_all_equal(backend: Backend) -> None:
     exchange.close()
 
 
+def casts_are_exact_on_what_16_bits_hold(backend: Backend) -> None:
+    rank, size = backend.context.rank, backend.context.size
+    floats = [key for key in KEYS if key.dtype is DType.FLOAT32]
+    for name in ("fp16", "bf16"):
+        spec = ExchangeSpec(name, floats, ReduceOp.SUM, compression=Compression.of(name))
+        exchange = backend.open_exchange(spec)
+        for step in range(3):
+            for index, key in enumerate(floats):
+                begin, numbers = exchange.offsets[index], np.arange(key.count) % 5 + rank + step
+                exchange.arena[begin : begin + key.nbytes] = encode(numbers, key.dtype)
+                exchange.push(index)
+            exchange.wait(checks.WAIT_S)
+            for index, key in enumerate(floats):
+                begin = exchange.offsets[index]
+                got = exchange.result[begin : begin + key.nbytes]
+                total = size * (np.arange(key.count) % 5 + step) + sum(range(size))
+                assert np.array_equal(got, encode(total, key.dtype)), (name, key.name)
+        exchange.close()
+
+
 def tables_are_compared(backend: Backend) -> None:
     keys = list(KEYS)
     if backend.context.rank == 1:
@@ -114,7 +135,10 @@ def test_exchanges_are_exact(job: Job, op: ReduceOp, bucket_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("job", lineup(1, 2, 3, 8), indirect=True)
-@pytest.mark.parametrize("promise", [initialize_makes_all_equal, two_models_at_once])
+@pytest.mark.parametrize(
+    "promise",
+    [initialize_makes_all_equal, two_models_at_once, casts_are_exact_on_what_16_bits_hold],
+)
 def test_promise(job: Job, promise: Callable[..., None]) -> None:
     job.check(promise)
 

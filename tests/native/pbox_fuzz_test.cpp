@@ -13,6 +13,8 @@ namespace {
 
 const HyperWire kHyper = sgd(0.1, 0.9);
 const std::vector<KeySpec> kKeys = {{2500}, {10}, {0}, {1024}};
+const Compression kCompressions[] = {
+    {}, {}, {Packing::bf16}, {Packing::two_bit, 0.5}, {Packing::one_bit}, {Packing::top_k, 0.1}};
 
 int open_descriptors() {
   int count = 0;
@@ -32,6 +34,7 @@ class FuzzedJob {
     info_.deterministic = random() % 2;
     info_.arena = random() % 3 == 0;
     info_.shared = info_.arena && info_.server && random() % 2;
+    if (!info_.arena) info_.compression = kCompressions[random() % std::size(kCompressions)];
     box.server.add_job(id, 2);
     const Transport& transport = kBoth[random() % 2];
     for (uint16_t rank = 0; rank < 2; ++rank) {
@@ -60,6 +63,7 @@ class FuzzedJob {
     if (in_flight_[sender][unit(index)]) return;
     Header head = asks ? question(sender, index) : push(sender, index);
     std::vector<std::byte> payload(head.length);
+    if (info_.compression.packing == Packing::top_k) fill_indices(payload);
     if (head.kind == FrameKind::hyper) std::memcpy(payload.data(), &kHyper, sizeof kHyper);
     if (random_() % 50 == 0) mutate(head, core, payload);
     ranks_[sender]->ends[static_cast<size_t>(core)]->lane->send_copy(head, payload.data());
@@ -96,13 +100,14 @@ class FuzzedJob {
     const uint32_t step = step_[sender][unit(index)]++;
     in_flight_[sender][unit(index)] = true;
     if (info_.arena) return {FrameKind::push_key, 0, sender, info_.first_key + chunk.key, step, 0};
-    const bool none = random_() % 10 == 0;
-    return {FrameKind::push,
-            none ? flag::no_grad : uint8_t{0},
-            sender,
-            info_.first_chunk + index,
-            step,
-            none ? 0 : chunk.bytes};
+    const uint8_t flags = random_() % 10 == 0 ? flag::no_grad : 0;
+    const auto length = static_cast<uint32_t>(push_bytes(info_, chunk, flags));
+    return {FrameKind::push, flags, sender, info_.first_chunk + index, step, length};
+  }
+  // Those of a form are right when they rise.
+  static void fill_indices(std::vector<std::byte>& form) {
+    for (uint32_t i = 0; i < form.size() / 8; ++i)
+      std::memcpy(form.data() + i * sizeof i, &i, sizeof i);
   }
   // A pull, or hyperparameters again.
   Header question(uint16_t sender, uint32_t index) {

@@ -13,6 +13,7 @@ struct Offence {
   const char* text;  // what the error says
   std::function<void(RawRank&, const TableInfo&)> commit;
   bool arena = false, server = false;
+  Compression compression = {};
 };
 
 // The table has chunks 0 (core 0, 4096 bytes), 1 (core 1, 4096 bytes) and 2 (core 0, 40 bytes).
@@ -69,6 +70,25 @@ std::vector<Offence> offences() {
   all.push_back({"of no key",
                  [](auto& r, auto&) { r.send(0, frame(K::hyper, 1, sizeof(HyperWire))); }, false,
                  true});
+  const Compression two_bit{Packing::two_bit, 0.5}, top_k{Packing::top_k, 0.25};
+  const auto packed = [&](const char* text, const Compression& compression, uint32_t chunk,
+                          size_t length, const void* payload = nullptr, uint8_t flags = 0) {
+    all.push_back(
+        {text,
+         [=](auto& r, auto& t) { r.send(0, frame(K::push, id(t, chunk), length, flags), payload); },
+         false, false, compression});
+  };
+  packed("4096 bytes, expected 256", two_bit, 0, 4096);
+  packed("260 bytes, expected 256", two_bit, 0, 260);
+  packed("256 bytes, expected 4096", two_bit, 0, 256, nullptr, flag::init);
+  packed("128 bytes, expected 132", {Packing::one_bit}, 0, 128);
+  packed("0 bytes, expected 2048", {Packing::f16}, 0, 0);
+  packed("24 bytes, expected 16", top_k, 2, 24);
+  // Chunk 2 has 10 elements, of which 2 are sent: their indices, then their values.
+  static constexpr uint32_t kBehind[] = {0, 10, 0, 0}, kFar[] = {1, UINT32_MAX, 0, 0},
+                            kTwice[] = {3, 3, 0, 0}, kBack[] = {5, 4, 0, 0};
+  for (const uint32_t* form : {kBehind, kFar, kTwice, kBack})
+    packed("elements that it does not have", top_k, 2, sizeof kBehind, form);
   all.push_back(
       {"39 bytes", [](auto& r, auto&) { r.send(0, frame(K::hyper, 0, 39)); }, false, true});
   const auto hyper = [](RawRank& r, uint32_t rule, uint32_t options) {
@@ -111,6 +131,7 @@ TEST(every_offence_ends_its_own_job_and_names_the_rank) {
       info.arena = offence.arena;
       info.server = offence.server;
       info.states = offence.server ? 1 : 0;
+      info.compression = offence.compression;
       box.server.add_table(job, info, 3);
       honest.client.add(info, {});
       Floats memory(info.bytes / sizeof(float));

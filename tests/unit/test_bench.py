@@ -21,9 +21,11 @@ from phub_collective.backends.base import (
     Operation,
     Work,
 )
+from phub_collective.backends.compression import Compression
 from phub_collective.bench import pattern, report
 from phub_collective.bench.gate import Gate
 from phub_collective.bench.measure import Record, affordable, measure
+from phub_collective.bench.packed import PackedAllreduce
 from phub_collective.bench.pattern import Pattern
 from phub_collective.bench.plan import Plan, Workload, parse_bytes
 from phub_collective.bench.subjects import (
@@ -170,6 +172,8 @@ class TestPlan:
             {"workloads": ["NoNet"], "models": True},
             {"mode": "shared-model", "lane": "tcp"},
             {"mode": "server-optimizer", "dtype": "int32"},
+            {"compression": "fp16", "dtype": "float64"},
+            {"compression": "zip"},
         ],
     )
     def test_impossible_plans_are_refused(self, change: dict[str, Any]) -> None:
@@ -256,6 +260,9 @@ def measured(
                 if mode == "allreduce":
                     tensor = np.zeros(work.nbytes, np.uint8)
                     subjects.append(FlatAllreduce(backend, work, numbers, tensor, name == "bad"))
+                elif mode == "allreduce-packed":
+                    how = Compression.of("fp16")
+                    subjects.append(PackedAllreduce(backend, work, numbers, 1 << 20, how))
                 elif mode == "allreduce-arena":
                     subjects.append(ArenaAllreduce(backend, work, numbers, 4 * ALIGNMENT))
                 else:
@@ -312,6 +319,16 @@ class TestMeasure:
                 result[-1] += 1  # last element of one operation, in the first warm-up only
 
         rows = measured(tmp_path, 2, ["allreduce-arena"], spoil)
+        assert [row["wrong"] for row in rows] == [0, 2]
+
+    def test_a_wrong_element_of_what_was_cast_is_counted(self, tmp_path: Path) -> None:
+        pytest.importorskip("phub_collective.backends.native._core")
+
+        def spoil(result: np.ndarray, use: int) -> None:
+            if use == 0:
+                result[-1] += 1
+
+        rows = measured(tmp_path, 2, ["allreduce-packed"], spoil)
         assert [row["wrong"] for row in rows] == [0, 2]
 
     def test_a_stale_result_is_counted(self, tmp_path: Path) -> None:

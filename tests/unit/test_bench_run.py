@@ -84,6 +84,23 @@ def test_a_model_on_the_pbox_in_every_mode(tmp_path: Path, mode: str) -> None:
         assert row["server_beyond_bytes"] is not None
 
 
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
+@pytest.mark.parametrize("compression", ["two_bit", "one_bit", "topk:0.05"])
+def test_packed_gradients_equal_their_twins(tmp_path: Path, lane: str, compression: str) -> None:
+    flags = ("--workers", "2", "--backends", "pbox", "--bytes", "200000", "--iterations", "5")
+    wanted = ("--compression", compression, "--lane", lane)
+    found = results(tmp_path / "out.json", *flags, *wanted)
+    assert found["header"]["compression"] == compression
+    assert [(row["mode"], row["lane"]) for row in found["rows"]] == [("allreduce-packed", lane)]
+
+
+def test_casts_are_compared_over_backends(tmp_path: Path) -> None:
+    flags = ("--workers", "2", "--backends", "pbox,ring,gloo", "--bytes", "100KiB")
+    wanted = ("--compression", "bf16", "--iterations", "3")
+    found = results(tmp_path / "out.json", *flags, *wanted)
+    assert [row["backend"] for row in found["rows"]] == ["pbox", "ring", "gloo"]
+
+
 def test_the_namespace_has_reno(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to make a network namespace")
@@ -100,6 +117,15 @@ def test_the_namespace_has_reno(tmp_path: Path) -> None:
         (("--backends", "gloo", "--bytes", "4KB"), "such as 32KiB"),
         (("--backends", "gloo", "--model", "HalNet"), "AlexNet"),
         (("--backends", "gloo", "--bytes", "2"), "hold no element"),
+        (("--bytes", "4KiB", "--compression", "zip"), "expected none, fp16"),
+        (
+            ("--bytes", "4KiB", "--compression", "bf16", "--mode", "server-optimizer"),
+            "in mode allreduce of float32",
+        ),
+        (
+            ("--backends", "gloo", "--bytes", "4KiB", "--compression", "one_bit", "--workers", "2"),
+            "use the pbox",
+        ),
     ],
 )
 def test_wrong_flags(flags: Sequence[str], says: str) -> None:

@@ -24,6 +24,7 @@ from phub_collective.backends.base import (
     layout,
 )
 from phub_collective.backends.buckets import BucketExchange, plan
+from phub_collective.backends.compression import Compression
 from phub_collective.backends.operations import first_difference
 from phub_collective.config import Config
 from phub_collective.errors import ConfigError
@@ -69,9 +70,14 @@ def keys_of(*counts: int, dtype: DType = DType.FLOAT32) -> list[Key]:
     return [Key(f"k{i}", (count,), dtype) for i, count in enumerate(counts)]
 
 
-def opened(keys: Sequence[Key], bucket_bytes: int) -> tuple[Recorder, BucketExchange]:
+def opened(
+    keys: Sequence[Key], bucket_bytes: int, compression: str = "none"
+) -> tuple[Recorder, BucketExchange]:
     backend = Recorder()
-    spec = ExchangeSpec("model", keys, ReduceOp.SUM, bucket_bytes=bucket_bytes)
+    spec = ExchangeSpec(
+        "model", keys, ReduceOp.SUM, bucket_bytes=bucket_bytes,
+        compression=Compression.of(compression),
+    )  # fmt: skip
     return backend, BucketExchange(backend, backend.context, spec)
 
 
@@ -148,6 +154,42 @@ def test_what_needs_a_server_is_refused(wrong: dict[str, object]) -> None:
     spec = ExchangeSpec("model", keys_of(4), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pbox"):
         backend.open_exchange(spec)
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype"), [("fp16", DType.FLOAT16), ("bf16", DType.BFLOAT16)]
+)
+def test_a_cast_is_reduced_in_16_bits(compression: str, dtype: DType) -> None:
+    pytest.importorskip("phub_collective.backends.native._core")
+    backend, exchange = opened(keys_of(5, 33), 16, compression)
+    for step in range(3):
+        for key, count in ((1, 33), (0, 5)):
+            values(exchange, key, count)[:] = 1 + step + 2.0**-20  # is lost on the way
+            exchange.push(key)
+        exchange.wait_key(1)
+        if dtype is DType.FLOAT16:
+            assert (values(exchange, 1, 33) == 2 * (1 + step)).all()
+        before = values(exchange, 1, 33).copy()
+        exchange.wait()
+        np.testing.assert_array_equal(values(exchange, 1, 33), before)  # brought back once
+        np.testing.assert_array_equal(values(exchange, 0, 5), before[:5])
+    assert {o.buffer.dtype for o in backend.submitted if o.buffer} == {dtype}
+    assert exchange.counters.pushed == 3 * (5 + 33) * 2
+
+
+def test_weights_are_never_cast() -> None:
+    pytest.importorskip("phub_collective.backends.native._core")
+    backend, exchange = opened(keys_of(5), 16, "fp16")
+    exchange.initialize()
+    assert [o.buffer.dtype for o in backend.submitted if o.buffer] == [DType.FLOAT32]
+
+
+@pytest.mark.parametrize("compression", ["two_bit", "one_bit", "topk"])
+def test_what_only_a_server_can_add_up_is_refused(compression: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[recorder\] compression {compression}.*use the pbox"):
+        opened(keys_of(4), 16, compression)
+    with pytest.raises(ConfigError, match="takes float32 gradients"):
+        opened(keys_of(4, dtype=DType.FLOAT64), 16, "fp16")
 
 
 def test_hyperparameters_are_refused() -> None:

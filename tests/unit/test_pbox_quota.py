@@ -14,6 +14,7 @@ import pytest
 from pbox_jobs import SOON, Box, Model, allreduce, box, spec_of, together, until
 
 from phub_collective.backends.base import DType, Key, ReduceOp
+from phub_collective.backends.compression import Compression
 from phub_collective.backends.native import load
 from phub_collective.backends.pbox import protocol, quota
 from phub_collective.backends.pbox.exchange import PboxExchange
@@ -65,6 +66,17 @@ def test_a_table_takes_what_is_counted(
         shared,
     )
     alone(lambda: takes_what_is_counted(spec, workers, local))
+
+
+@pytest.mark.parametrize("server", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_packed_gradients_need_no_arenas(server: bool, local: bool) -> None:
+    key = Key("w", (SIZE // 4,), DType.FLOAT32)
+    how = Compression.of("one_bit")
+    spec = TableSpec(
+        "t", (key,), ReduceOp.SUM, 1.0, 1.0, 32 << 10, True, server=server, compression=how
+    )
+    alone(lambda: takes_what_is_counted(spec, 3, local))
 
 
 def takes_what_is_counted(spec: TableSpec, workers: int, local: bool) -> None:

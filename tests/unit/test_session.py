@@ -19,6 +19,7 @@ from phub_collective.backends.base import (
     Kind,
     Operation,
 )
+from phub_collective.backends.compression import Compression
 from phub_collective.config import Config
 from phub_collective.errors import (
     BackendUnavailable,
@@ -157,6 +158,21 @@ def test_an_exchange_goes_to_the_backend_for_the_model() -> None:
             return [exchange._backend.name for exchange in (chosen, named)]  # type: ignore[attr-defined]
 
     assert run_threads(2, body, backend="ring:<64KiB,pbox") == [["pbox", "gloo"]] * 2
+
+
+def test_packed_gradients_go_to_the_backend_that_adds_them_up() -> None:
+    keys = [Key("w", (10,), DType.FLOAT32)]
+    spec = ExchangeSpec("packed", keys, compression=Compression.of("one_bit"))
+
+    def body(context: Context) -> str:
+        with Session(context) as session, pytest.raises(ConfigError) as caught:
+            session.open_exchange(spec)
+        return str(caught.value)
+
+    # The fake one is found, and cannot do it.
+    assert all("[pbox] compression one_bit" in text for text in run_threads(2, body))
+    for text in run_threads(2, body, backend="ring"):
+        assert "PHUB_BACKEND='ring' adds up gradients packed as one_bit; allow pbox" in text
 
 
 def test_a_closed_session_says_so() -> None:

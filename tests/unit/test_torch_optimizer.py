@@ -173,3 +173,6 @@ def test_arguments_reach_the_exchange(session: StandInSession) -> None:
     assert (spec.prescale, spec.postscale) == (0.25, 4.0)
     assert spec.bucket_bytes == (12 + 3 + 6 + 2) * 4 // 2
     assert spec.op is hvd.Average
+    assert not spec.compression.packs
+    wrapped(network(), compression=hvd.Compression.two_bit(0.25))
+    assert str(session.exchanges[1].spec.compression) == "two_bit:0.25"

@@ -55,6 +55,7 @@ def test_identity(ranks: TorchRanks) -> None:
         scenarios.reduce_every_dtype,
         scenarios.reduce_in_all_spellings,
         scenarios.reduce_groups,
+        scenarios.reduce_in_16_bits,
         scenarios.submit_in_different_orders,
         scenarios.differentiate,
         scenarios.broadcast_everything,

@@ -100,6 +100,25 @@ def test_steps_of_single_ranks_train_as_well(tmp_path: Path, staleness: str) -> 
     assert outcome["accuracy"][-1] >= 0.93
 
 
+@pytest.mark.parametrize(
+    ("compression", "flags"),
+    [
+        ("fp16", ("--backend", "ring")),
+        ("bf16", ("--backend", "pbox", *SERVER)),
+        ("two_bit:0.02", ("--backend", "pbox")),
+        ("one_bit", ("--backend", "pbox")),
+        ("topk:0.02", ("--backend", "pbox", *SERVER)),
+    ],
+)
+def test_what_is_compressed_learns_too(
+    tmp_path: Path, compression: str, flags: Sequence[str]
+) -> None:
+    launch = [*PHUBRUN, "2", sys.executable]
+    outcome, _ = train(tmp_path, launch, "--compression", compression, *flags)
+    assert outcome["compression"] == compression
+    assert outcome["accuracy"][-1] >= 0.93
+
+
 def test_an_unknown_backend_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run(
         [*PHUBRUN, "2", sys.executable, TRAINING, "--backend", "fax"],
