@@ -18,7 +18,11 @@ TABLE: dict[str, str] = {
     "halving_doubling": "phub_collective.backends.halving_doubling",
     "mpi": "phub_collective.backends.mpi",
     "gloo": "phub_collective.backends.gloo",
+    "zmq_ps": "phub_collective.backends.zmq_ps",
 }
+
+# Here to be compared with: `auto` never chooses them.
+BASELINES = ("zmq_ps",)
 
 ENTRY_POINT_GROUP = "phub_collective.backends"  # others add a backend by an entry point
 

@@ -82,7 +82,8 @@ def unpack(compression: Compression, form: np.ndarray, count: int) -> np.ndarray
     if packing is Packing.ONE_BIT:
         scale = form[:4].view(np.float32)[0]
         signs = np.unpackbits(form[4:], count=count, bitorder="little")
-        return np.where(signs == 1, scale, -scale).astype(np.float32)
+        scaled: np.ndarray = np.where(signs == 1, scale, -scale).astype(np.float32)
+        return scaled
     indices, bits = form.view(np.uint32).reshape(2, -1)
     dense = np.zeros(count, np.float32)
     dense[indices] = bits.view(np.float32)

@@ -29,6 +29,10 @@ class Command:
 
 COMMANDS = {
     "serve": Command("run a PBox until it is stopped", "phub_collective.backends.pbox.serve"),
+    "serve-zmq": Command(
+        "run a server of the zmq_ps baseline for one job",
+        "phub_collective.backends.zmq_ps.serve",
+    ),
     "bench exchange": Command(
         "time the exchange of a model over several backends", "phub_collective.bench.exchange"
     ),

@@ -11,6 +11,8 @@ from typing import Any
 
 from phub_collective.errors import ConfigError
 
+ZMQ_PLACES = ("central", "sharded")
+
 
 def _setting(default: Any, variable: str, meaning: str) -> Any:
     return field(default=default, metadata={"variable": variable, "meaning": meaning})
@@ -30,7 +32,7 @@ class Config:
     pbox_cores: int = _setting(
         0,
         "PHUB_PBOX_CORES",
-        "cores of a PBox we start; 0: one per CPU, at most 8, and one for a shard of pshard",
+        "cores of a server we start; 0: one per CPU, at most 8, and one for a shard of pshard",
     )
     shards: str = _setting(
         "host", "PHUB_SHARDS", "pshard starts a shard on every host, or for every rank: host | rank"
@@ -41,6 +43,11 @@ class Config:
     )
     admin_token: str = _setting(
         "", "PHUB_ADMIN_TOKEN", "what creating a job on a PBox proves; needed beyond loopback"
+    )
+    zmq_servers: str = _setting(
+        "sharded",
+        "PHUB_ZMQ_SERVERS",
+        "servers of zmq_ps: central (on rank 0's host) | sharded (on every host) | HOST:PORT,...",
     )
     chunk_bytes: int = _setting(32 << 10, "PHUB_CHUNK_BYTES", "bytes of a chunk (4 KiB .. 4 MiB)")
     bucket_bytes: int = _setting(25 << 20, "PHUB_BUCKET_BYTES", "bytes of a gradient bucket")
@@ -116,6 +123,12 @@ class Config:
                 f"[config] PHUB_CHUNK_BYTES={self.chunk_bytes}: expected a multiple of 64 "
                 "between 4096 and 4194304"
             )
+        named = self.zmq_servers.split(",")
+        if self.zmq_servers not in ZMQ_PLACES and not all(map(_is_address, named)):
+            raise ConfigError(
+                f"[config] PHUB_ZMQ_SERVERS={self.zmq_servers!r}: expected central, sharded or "
+                "HOST:PORT,..."
+            )
         for name in ("timeout", "start_timeout", "stall_warning", "stall_timeout"):
             if not getattr(self, name) > 0:  # catches NaN too
                 raise ConfigError(f"[config] {name}={getattr(self, name)}: expected seconds > 0")
@@ -126,3 +139,8 @@ class Config:
             raise ConfigError(
                 f"[config] PHUB_LOG_LEVEL={self.log_level!r}: expected debug, info, warning, error"
             )
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.strip().rpartition(":")
+    return bool(host) and port.isdecimal()

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     lines = [
         ("phub_collective", phub_collective.__version__),
         ("python", f"{platform.python_version()} ({sys.executable})"),
-        *((name, version_of(name)) for name in ("numpy", "torch", "mpi4py", "cupy")),
+        *((name, version_of(name)) for name in ("numpy", "torch", "mpi4py", "pyzmq", "cupy")),
         ("native core", native),
         ("usable CPUs", str(usable_cpus())),
         *_memory(),

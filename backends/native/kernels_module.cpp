@@ -139,8 +139,11 @@ void bind_reductions(py::module_& m) {
          const Execution& execution) {
         const DType t = to_dtype(dtype);
         const size_t count = static_cast<size_t>(in.size()) / item_size(t);
-        fold(t, to_op(op), output(acc, count * item_size(accumulator_type(t))), in.data(), count,
-             first, scale, execution);
+        void* const to = output(acc, count * item_size(accumulator_type(t)));
+        const void* const from = in.data();
+        const ReduceOp reduction = to_op(op);
+        const py::gil_scoped_release release;
+        fold(t, reduction, to, from, count, first, scale, execution);
       },
       py::arg("dtype"), py::arg("op"), py::arg("acc").noconvert(), py::arg("input").noconvert(),
       py::arg("first"), py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
@@ -150,8 +153,11 @@ void bind_reductions(py::module_& m) {
          const Execution& execution) {
         const DType t = to_dtype(dtype);
         const size_t count = static_cast<size_t>(out.size()) / item_size(t);
-        finish(t, to_op(op), output(out, count * item_size(t)),
-               input(acc, count * item_size(accumulator_type(t))), count, scale, execution);
+        void* const to = output(out, count * item_size(t));
+        const void* const from = input(acc, count * item_size(accumulator_type(t)));
+        const ReduceOp reduction = to_op(op);
+        const py::gil_scoped_release release;
+        finish(t, reduction, to, from, count, scale, execution);
       },
       py::arg("dtype"), py::arg("op"), py::arg("out").noconvert(), py::arg("acc").noconvert(),
       py::arg("scale") = Scale{}, py::arg("execution") = Execution{});
@@ -167,7 +173,9 @@ void bind_steps(py::module_& m) {
         const size_t count = static_cast<size_t>(acc.size()) / item_size(accumulator_type(t));
         const auto to = outputs(outs, count * item_size(t));
         const auto arrays = step_arrays(t, count, weights_in, weights_out, state, to);
-        step(t, update, arrays, acc.data(), count, scale, taken, execution);
+        const void* const sum = acc.data();
+        const py::gil_scoped_release release;
+        step(t, update, arrays, sum, count, scale, taken, execution);
       },
       py::arg("dtype"), py::arg("update"), py::arg("weights_in").noconvert(),
       py::arg("weights_out").noconvert(), py::arg("state").noconvert(), py::arg("outs").noconvert(),
@@ -185,6 +193,7 @@ void bind_steps(py::module_& m) {
         const auto from = inputs(in, count * item_size(t));
         const auto to = outputs(outs, count * item_size(t));
         const auto arrays = step_arrays(t, count, weights_in, weights_out, state, to);
+        const py::gil_scoped_release release;
         reduce_step(t, update, arrays, from.data(), static_cast<int>(from.size()), count, scale,
                     taken, execution);
       },

@@ -1,4 +1,6 @@
-"""Starting a PBox for one job: a child process that ends with the process that started it."""
+"""Starting a PBox for one job: a child process that ends with the process that started it.
+
+Servers of other backends are started in the same way (`start_listening`)."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import os
 import selectors
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phub_collective.backends.pbox.protocol import new_token
@@ -21,17 +24,17 @@ STOP_SECONDS = 10.0
 
 @dataclass
 class LocalServer:
-    """A PBox started by `start_server`. Its standard input is the lifeline: it stops when that
-    closes, however this process ends.
+    """A server that this process has started. Its standard input is the lifeline: it stops when
+    that closes, however this process ends.
 
     Attributes:
         addresses: HOST:PORT at which it may be reached, this host's own way first.
-        admin_token: what creating a job on it proves.
+        admin_token: what creating a job on a PBox proves.
     """
 
     process: subprocess.Popen[bytes]
     addresses: list[str]
-    admin_token: str
+    admin_token: str = ""
 
     @property
     def address(self) -> str:
@@ -52,27 +55,47 @@ def start_server(config: Config, all_local: bool) -> LocalServer:
     """
     admin_token = config.admin_token or ("" if all_local else new_token())
     settings = dataclasses.replace(config, admin_token=admin_token).to_environment()
-    host = "127.0.0.1" if all_local else "0.0.0.0"
-    command = [sys.executable, "-m", "phub_collective", "serve", "--host", host, "--lifeline"]
+    host, hosts = listening_hosts(all_local)
+    process, port = start_listening(["serve", "--host", host], settings, "[pbox] the PBox")
+    return LocalServer(process, [f"{one}:{port}" for one in hosts], admin_token)
+
+
+def listening_hosts(all_local: bool) -> tuple[str, list[str]]:
+    """Where a server listens, and the addresses at which it may be reached, this host's own way
+    first. `all_local`: every worker is on this host."""
+    return ("127.0.0.1", ["127.0.0.1"]) if all_local else ("0.0.0.0", own_addresses())
+
+
+def start_listening(
+    arguments: Sequence[str], settings: Mapping[str, str], who: str
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Run a command of `phub` that has --lifeline and, once it serves, prints "serving on
+    HOST:PORT"; its process and port.
+
+    Args:
+        settings: PHUB_* variables beside this process's own.
+        who: component and name, for errors.
+
+    Raises:
+        PeerLost: it did not come up; its last words are on standard error.
+    """
     try:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "phub_collective", *arguments, "--lifeline"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **settings},
             start_new_session=True,
         )
     except OSError as error:
-        raise PeerLost(f"[pbox] the PBox could not be started: {error}") from error
+        raise PeerLost(f"{who} could not be started: {error}") from error
     line = _first_line(process)
     if "serving on " not in line:
         _stop(process, 0.0)
         raise PeerLost(
-            f"[pbox] the PBox did not start within {START_SECONDS:g} s (exit {process.returncode})"
+            f"{who} did not start within {START_SECONDS:g} s (exit {process.returncode})"
         )
-    port = line.split("serving on ")[1].split()[0].rpartition(":")[2]
-    hosts = ["127.0.0.1"] if all_local else own_addresses()
-    return LocalServer(process, [f"{host}:{port}" for host in hosts], admin_token)
+    return process, int(line.split("serving on ")[1].split()[0].rpartition(":")[2])
 
 
 def _first_line(process: subprocess.Popen[bytes]) -> str:

@@ -23,9 +23,9 @@ from phub_collective.rendezvous.identity import identify
 
 
 def lane_of(backend: str, lane: str) -> str:
-    """What carries a backend's bytes in a run with `--lane lane`. Gloo has only TCP; MPI is told
+    """What carries a backend's bytes in a run with `--lane lane`. Some have only TCP; MPI is told
     by the driver to use TCP too when the lane is tcp."""
-    return "tcp" if backend == "gloo" else lane
+    return "tcp" if backend in ("gloo", "zmq_ps") else lane
 
 
 def _mpi() -> str:

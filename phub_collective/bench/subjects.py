@@ -24,6 +24,7 @@ from phub_collective.backends.base import (
 )
 from phub_collective.backends.compression import NO_COMPRESSION
 from phub_collective.bench import pattern
+from phub_collective.bench.header import lane_of
 from phub_collective.bench.plan import Workload
 from phub_collective.errors import BackendUnavailable
 
@@ -83,7 +84,8 @@ class Subject(abc.ABC):
 
     def _over_shm(self) -> bool:
         servers = getattr(self.backend, "server_pids", ())
-        return self.backend.context.config.lane != "tcp" and len(servers) < 2
+        lane = lane_of(self.backend.name, self.backend.context.config.lane)
+        return lane != "tcp" and len(servers) < 2
 
     def close(self) -> None:
         return None

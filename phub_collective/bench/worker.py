@@ -121,11 +121,10 @@ class Runner:
         bucket = config.bucket_bytes if plan.overlap else 2 * workload.nbytes + (1 << 20)
         if plan.mode != "allreduce":
             sgd = WorkerSgd(workload)
-            served = SharedModel if plan.mode == "shared-model" else ServerOptimizer
             yield (
                 plan.mode,
                 [
-                    served(backend, workload, numbers, bucket)
+                    served(backend.name, plan)(backend, workload, numbers, bucket)
                     if runs_optimizer(backend.name)
                     else WorkerOptimizer(backend, workload, numbers, bucket, sgd)
                     for backend in self._backends
@@ -163,6 +162,12 @@ class Runner:
             temporary = self._folder / "progress.new"
             temporary.write_text(text)
             temporary.rename(self._folder / "progress.txt")
+
+
+def served(backend: str, plan: Plan) -> type[ServerOptimizer]:
+    """How a backend with an optimizer is timed; only in shared memory can it share a model."""
+    shares = plan.mode == "shared-model" and lane_of(backend, plan.lane) == "shm"
+    return SharedModel if shares else ServerOptimizer
 
 
 def work(folder: Path) -> None:

@@ -13,6 +13,7 @@ TITLES = {
     "halving_doubling": "halving_doubling",
     "mpi": "MPI",
     "gloo": "Gloo",
+    "zmq_ps": "ZMQ server (MXNet's)",
 }
 
 

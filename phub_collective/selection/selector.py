@@ -6,6 +6,7 @@ cached file), and every rank compares a hash of what it was given and of its own
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -79,7 +80,9 @@ class Selector:
             ConfigError: PHUB_BACKEND is wrong.
         """
         self._context = context
-        self.rules = parse(context.config.backend, backends.names())
+        rules = parse(context.config.backend, backends.names())
+        candidates = tuple(name for name in rules.candidates if name not in backends.BASELINES)
+        self.rules = dataclasses.replace(rules, candidates=candidates)
         self.table = Table((), {}, {}, "")
 
     def prepare(self, backend_of: BackendOf, fresh: bool = False) -> list[str]:
@@ -144,7 +147,9 @@ class Selector:
         for rank, found in enumerate(map(json.loads, ranks)):
             for name in backends.names():
                 reason = found.get(name, "it is not installed")
-                if name not in self.rules.candidates:
+                if name in backends.BASELINES:
+                    reasons[name] = "a baseline to compare with; PHUB_BACKEND must name it"
+                elif name not in self.rules.candidates:
                     reasons[name] = f"excluded by PHUB_BACKEND={self.rules.text}"
                 elif reason is not None and name not in reasons:
                     everywhere = all(other == ranks[0] for other in ranks)

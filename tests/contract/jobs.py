@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -16,9 +17,11 @@ from phub_collective.errors import PhubError
 LANES = ("shm", "tcp")
 WITH_LANES = ("pbox", "pshard", "ring", "halving_doubling")  # others choose their own transport
 TCP_SIZES = (2, 3, 5, 8)  # of what is run on every number of ranks over shared memory
+SHORT_SIZES = (1, 2, 3, 4, 5, 8)  # without PHUB_TEST_LONG
 # A server for every rank takes its time to start: fewer sizes. On one host it is asked for.
 SIZES = {("pshard", "shm"): (1, 4), ("pshard", "tcp"): (2, 3)}
 SETTINGS: dict[str, dict[str, Any]] = {"pshard": {"shards": "rank"}}
+LARGEST_BASELINE = 4  # ranks
 
 
 class Job:
@@ -73,6 +76,10 @@ def lineup(*sizes: int) -> list[Any]:
         for lane in LANES if name in WITH_LANES else ("auto",):
             for size in sizes:
                 if size not in SIZES.get((name, lane), TCP_SIZES if lane == "tcp" else sizes):
+                    continue
+                if size not in SHORT_SIZES and not os.environ.get("PHUB_TEST_LONG"):
+                    continue
+                if name in backends.BASELINES and size > LARGEST_BASELINE:
                     continue
                 id_ = f"{name}-{lane}-{size}"
                 rows.append(pytest.param((name, lane, size), marks=marks, id=id_))

@@ -60,7 +60,7 @@ def test_its_errors(toy: str, fresh_job: Callable[..., Job]) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(toy: str, alone: Context) -> None:
-    known = "pbox, pshard, ring, halving_doubling, mpi, gloo, toy"
+    known = "pbox, pshard, ring, halving_doubling, mpi, gloo, zmq_ps, toy"
     with pytest.raises(ConfigError, match=f"'carrier_pigeon'; expected one of {known}"):
         backends.create("carrier_pigeon", alone)
 

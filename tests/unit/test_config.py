@@ -21,7 +21,13 @@ def test_every_setting_has_a_variable_a_meaning_and_is_read() -> None:
     assert len(set(variables)) == len(fields)
     assert all(name.startswith("PHUB_") for name in variables)
     assert all(field.metadata["meaning"] for field in fields)
-    sample = {"lane": "tcp", "shards": "rank", "log_level": "debug", "chunk_bytes": "8192"}
+    sample = {
+        "lane": "tcp",
+        "shards": "rank",
+        "log_level": "debug",
+        "chunk_bytes": "8192",
+        "zmq_servers": "a:1",
+    }
     for field in fields:
         text = sample.get(field.name, "7")
         config = Config.from_environment({field.metadata["variable"]: text})
@@ -50,6 +56,8 @@ def test_an_argument_wins_over_the_environment_unless_none() -> None:
         ("PHUB_CHUNK_BYTES", "4100", "multiple of 64"),
         ("PHUB_BUCKET_BYTES", "0", "expected >= 1"),
         ("PHUB_PBOX_CORES", "-1", "expected >= 0"),
+        ("PHUB_ZMQ_SERVERS", "here", "expected central, sharded or HOST:PORT"),
+        ("PHUB_ZMQ_SERVERS", "a:1,b", "expected central, sharded or HOST:PORT"),
         ("PHUB_LANE", "rdma", "expected auto, shm or tcp"),
         ("PHUB_SHARDS", "3", "expected host or rank"),
         ("PHUB_LOG_LEVEL", "loud", "expected debug, info, warning, error"),

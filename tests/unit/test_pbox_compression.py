@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pbox_jobs import LANES, SOON, Box, Job, Model, box, outcomes, spec_of, together
 
-from phub_collective.backends.base import DType, ExchangeSpec, Hyper, ReduceOp
+from phub_collective.backends.base import SGD, DType, ExchangeSpec, ReduceOp
 from phub_collective.backends.compression import Compression
 from phub_collective.backends.pbox.exchange import PboxExchange
 from phub_collective.backends.pbox.keytable import TableSpec
@@ -114,7 +114,7 @@ def test_sums_equal_their_twin(pbox: Box, lane: str, size: int, compression: str
 @each_choice
 def test_the_server_steps_with_what_arrives(pbox: Box, lane: str, compression: str) -> None:
     """Weights come and go in full precision; a key without gradients is left alone."""
-    size, hyper = 3, Hyper(lr=0.1, momentum=0.9, weight_decay=0.01)
+    size, hyper = 3, SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
     spec = packed_spec(compression, place="server")
     models, twin = opened(pbox, size, spec, lane), Twin(spec, size)
     weights: list[np.ndarray] = [

@@ -229,6 +229,7 @@ TABLE: dict[str, Any] = {
     "deterministic": False,
     "staleness": 0,
     "first_keys_first": False,
+    "compression": {"packing": 0, "parameter": 0.0},
 }
 
 
@@ -254,6 +255,7 @@ def table(**changes: Any) -> dict[str, Any]:
         {"op": "register", "table": {**TABLE, "keys": None}},
         {"op": "register", "table": table(op=77)},
         {"op": "register", "table": table(prescale="x")},
+        {"op": "register", "table": table(compression={"packing": 3, "parameter": -1})},
         {"op": "register", "table": table(shape=[1e999])},
         {"op": "register", "table": table(states=-1)},
         {"op": "register", "table": table(staleness=-1)},

@@ -98,6 +98,21 @@ def test_excluded_backends_are_no_candidates(fakes: Fakes) -> None:
     assert selector.table.reasons == {"ring": "excluded by PHUB_BACKEND=^ring"}
 
 
+def test_a_baseline_is_used_only_where_it_is_named(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = backends.BASELINES
+    baseline = FakeModule(name, 1e-6, 1e15)
+    install(monkeypatch, fakes.pbox, fakes.ring, baseline)
+    selector = run_threads(2, prepared)[0]
+    assert name not in {selector.choose(size) for size in (0, MIB, 1 << 30)}
+    assert "a baseline to compare with" in selector.table.reasons[name]
+    assert baseline.made == []
+    assert run_threads(2, prepared, backend=f"{name}:<1MiB,ring")[0].choose(0) == name
+    with pytest.raises(ConfigError, match="a baseline to compare with"):
+        run_threads(2, prepared, backend="^pbox,ring")
+
+
 def test_what_cannot_be_connected_on_one_rank_is_no_candidate_on_any(fakes: Fakes) -> None:
     fakes.ring.broken_on = 1
     for selector in run_threads(3, prepared):
