@@ -7,6 +7,7 @@ every result is checked.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from phub_collective.backends.base import DType
 from phub_collective.bench import driver, hugepages, report
 from phub_collective.bench.plan import MODES, Plan, parse_bytes
 from phub_collective.errors import ConfigError
+from phub_collective.machine import find_mpirun
 from phub_collective.models import model_names
 
 DTYPES = [dtype.name.lower() for dtype in DType if dtype is not DType.BOOL]
@@ -30,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--bytes", metavar="SIZES", help="plain sizes: 32KiB,1MiB,25MiB,...")
     parser.add_argument(
         "--backends", default="pbox,ring,halving_doubling,gloo,mpi", metavar="NAMES",
-        help="backends to compare (default: %(default)s); with mpi the workers start by mpirun",
+        help="backends to compare, or all (default: %(default)s); with mpi the workers start by "
+        "mpirun",
     )  # fmt: skip
     parser.add_argument("--mode", choices=MODES, default="allreduce", help="default: allreduce")
     parser.add_argument("--lane", choices=("shm", "tcp"), default="shm", help="default: shm")
@@ -68,6 +71,14 @@ def split(names: str) -> list[str]:
     return [name for name in names.split(",") if name]
 
 
+def usable() -> list[str]:
+    """All backends that can be measured here: mpi where mpirun can start the workers."""
+    found = backends.available()
+    if "mpi" in found and find_mpirun() and importlib.util.find_spec("mpi4py"):
+        found["mpi"] = None
+    return [name for name, reason in found.items() if reason is None]
+
+
 def check_backends(names: list[str]) -> None:
     """Raise ConfigError for an unknown or a repeated name, or an empty list."""
     unknown = [name for name in names if name not in backends.names()]
@@ -84,7 +95,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: unknown backends, or sizes that do not parse.
     """
-    names = split(args.backends)
+    names = usable() if args.backends == "all" else split(args.backends)
     check_backends(names)
     sizes = split(args.model) if args.model else [str(parse_bytes(s)) for s in split(args.bytes)]
     return Plan(

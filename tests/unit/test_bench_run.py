@@ -17,6 +17,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from phub_collective import backends
+
 COMMAND = [sys.executable, "-m", "phub_collective", "bench", "exchange"]
 ROW_KEYS = {
     "backend", "mode", "lane", "workers", "model", "bytes", "dtype", "iterations", "median_s",
@@ -62,6 +64,15 @@ def test_sizes_and_json(tmp_path: Path) -> None:
         (mode, size, 3) for size in (4096, 100) for mode in ("allreduce", "allreduce-arena")
     ]
     assert {row["lane"] for row in found["rows"]} == {"tcp"}  # whatever --lane says: it is Gloo
+
+
+def test_all_backends_that_are_here_in_one_table(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    pytest.importorskip("zmq")
+    flags = ("--workers", "2", "--backends", "all", "--bytes", "4KiB", "--iterations", "3")
+    rows = results(tmp_path / "out.json", *flags)["rows"]
+    assert {row["backend"] for row in rows} == set(backends.TABLE)
+    assert all(row["wrong"] == 0 for row in rows)
 
 
 def test_mpi_brings_its_launcher_and_follows_the_lane(tmp_path: Path) -> None:
