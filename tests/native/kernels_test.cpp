@@ -99,7 +99,7 @@ Stepped stepped(DType t, const Update& update, Inputs& in, size_t count,
   Stepped result{Array(0, 0), Array(count * item_size(t), 2), {}};
   fill(accumulator_type(t), buffers[0], count, 99);
   for (int s = 0; s < state_arrays(update); ++s)
-    result.state.emplace_back(count * wide, 8 * static_cast<size_t>(s));
+    result.state.emplace_back(count * wide, 8 * static_cast<size_t>(s) + 8);
   void* out = result.out.data();
   for (uint32_t step = 0; step < 2; ++step) {
     StepArrays arrays{buffers[step % 2].data(), buffers[1 - step % 2].data(), {}, &out, 1};
