@@ -1,5 +1,5 @@
-// Packed gradients: the forms in which a worker sends a chunk to a PBox, and from which a core folds
-// it straight into its accumulator. Gradients and accumulators are fp32.
+// Packed gradients: the forms in which a worker sends a chunk to a PBox, and from which a core
+// folds it straight into its accumulator. Gradients and accumulators are fp32.
 //
 //   f16, bf16   every element rounded to 16 bits.
 //   two_bit     MXNet's rule: what has reached +-threshold is sent as that, and taken off the
@@ -15,8 +15,8 @@
 //               equal magnitudes the first ones are sent; NaN is above all.
 //
 // The last three keep a residual: it is added to the next gradient, and what is sent is taken off.
-// Contract as in cpu.h: any count and alignment, from any thread, nothing allocated, and the results
-// are those of kernels/reference.py bitwise. There is one loop for all instruction sets: a pass
+// Contract as in cpu.h: any count and alignment, from any thread, nothing allocated, and the
+// results are those of kernels/packed_reference.py bitwise. There is one loop for all instruction sets: a pass
 // reads and writes more memory than 128-bit vectors can keep up with.
 #pragma once
 

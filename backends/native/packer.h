@@ -1,4 +1,5 @@
-// A worker's packed gradients of one table: what it sends, and the residuals of what it has not sent.
+// A worker's packed gradients of one table: what it sends, and the residuals of what it has not
+// sent.
 //
 // Thread contract: a key is packed by one thread at a time, and while none of its chunks is in
 // flight; `form` may be called from any thread.

@@ -34,8 +34,8 @@
 // Packed forms of n elements of fp32 (what they mean stands in kernels/packed.h); t and share are
 // the table's:
 //   f16, bf16   := half{n}
-//   two_bit     := word{ceil(n/16)}              11 = t, 10 = -t, 00 = 0; from the upper bits of the
-//                                                first byte on
+//   two_bit     := word{ceil(n/16)}              11 = t, 10 = -t, 00 = 0; from the upper bits of
+//                                                the first byte on
 //   one_bit     := scale:f32 word{ceil(n/32)}    1 = scale, 0 = -scale; from the lowest bit on
 //   top_k       := index:u32{k} value:f32{k}     k = max(1, floor(share*n)); indices rise
 // Either way:

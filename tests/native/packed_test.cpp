@@ -1,5 +1,5 @@
-// Packed gradients: no byte read or written outside of the arrays (each is allocated exactly, so that
-// a sanitizer sees it), and the way through a PBox and back.
+// Packed gradients: no byte read or written outside of the arrays (each is allocated exactly, so
+// that a sanitizer sees it), and the way through a PBox and back.
 #include <cmath>
 #include <random>
 
