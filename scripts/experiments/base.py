@@ -120,7 +120,7 @@ class Experiment(abc.ABC):
 
 @dataclass(frozen=True)
 class Waiting:
-    """An experiment whose systems do not exist yet."""
+    """An experiment that cannot be run yet."""
 
     name: str
     title: str

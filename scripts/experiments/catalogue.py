@@ -38,15 +38,16 @@ EXPERIMENTS: dict[str, Experiment] = {
     )
 }
 
-MXNET = "an MXNet-style parameter server over ZMQ"
+MXNET = "rows of the ZMQ parameter server (backend zmq_ps) in the lab"
+BENCH = "rows of `phub bench kernels`, which measures it"
 WAITING = (
     Waiting("figure5", "Where a step's time goes, before", f"{MXNET}; timers of a step's parts"),
     Waiting("figure14", "Where a step's time goes, after", "timers of a step's parts"),
     Waiting("affinity", "Key by interface and core against worker by interface", "that placement"),
-    Waiting("tall", "Tall against wide aggregation", "wide aggregation in the server"),
-    Waiting("table4", "Caching against bypassing kernels", "cache-bypassing kernels in the server"),
+    Waiting("tall", "Tall against wide aggregation", BENCH),
+    Waiting("table4", "Caching against bypassing kernels", BENCH),
     Waiting("figure19", "Hierarchical reduction over 2 to 8 racks", "hierarchical reduction"),
-    Waiting("two_bit", "Against 2-bit compression", f"2-bit compression, and {MXNET}"),
+    Waiting("two_bit", "Against 2-bit compression", f"compression in the lab's workers; {MXNET}"),
     Waiting("factors", "Sufficient factors against workers", "sufficient-factor broadcasting"),
     Waiting("baselines", "MXNet's rows in figures 2, 12, 13, 15", MXNET),
 )  # fmt: skip

@@ -18,7 +18,7 @@ class Figure2(Experiment):
     in_paper = "GPU-active and whole seconds with MXNet's server on the workers' machines, read off"
     differs = (
         "Compute is the paper's GPU-active time, emulated layer by layer. The paper's system, "
-        "MXNet's server on the workers' machines, does not exist here yet; what is measured are "
+        "MXNet's server on the workers' machines, is not measured here yet; what is measured are "
         "a PBox with ten links and the collectives. The plug and the machines are the lab's."
     )
 

@@ -40,7 +40,7 @@ class Figure15(Experiment):
     kind = "link-bound"
     in_paper = "exchanges per second of all workers together, read off (error about 4)"
     differs = (
-        "MXNet's servers do not exist here yet. The paper's Gloo ran as one blocking "
+        "MXNet's servers are not measured here yet. The paper's Gloo ran as one blocking "
         "message on InfiniBand; ours are overlapped buckets, and stock Gloo's ring. The paper's "
         "PBox reached two thirds of its links' rate, where ours fills the (slow, shaped) links, so "
         "compare the shapes of the curves and the ratios, not the heights."

@@ -23,8 +23,8 @@ class _Networks(Experiment):
     over_pshard: ClassVar[Mapping[str, float]]
     usual: ClassVar[tuple[str, ...]]
     differs = (
-        "The paper's baseline, MXNet's sharded server on InfiniBand, does not exist here yet: PBox "
-        "is compared with PShard and with collectives on the same links. Batch times are "
+        "The paper's baseline, MXNet's sharded server on InfiniBand, is not measured here yet: a "
+        "PBox is compared with PShard and with collectives on the same links. Batch times are "
         "emulated layer by layer; those of VGG, ResNet 18 and 50 and ResNext 269 are [assumed]. "
         "A step ends when the exchange has ended (a blocking step), for all systems alike."
     )
