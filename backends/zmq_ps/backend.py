@@ -19,6 +19,7 @@ import zmq
 from phub_collective.backends.agreement import Uses
 from phub_collective.backends.base import Backend, Context, Exchange, ExchangeSpec
 from phub_collective.backends.channels import BLAME_S, Channel, ChannelBackend
+from phub_collective.backends.compression import NO_COMPRESSION
 from phub_collective.backends.pbox.launch import LocalServer
 from phub_collective.backends.pbox.protocol import error_message, new_token, raise_error
 from phub_collective.backends.zmq_ps import sockets
@@ -74,6 +75,8 @@ class ZmqBackend(ChannelBackend):
         return ZmqChannel(self.client, self.context.rank, number, self._piece_bytes)
 
     def open_exchange(self, spec: ExchangeSpec) -> Exchange:
+        if spec.place == "worker" and spec.compression != NO_COMPRESSION:
+            return super().open_exchange(spec)  # a cast is an operation of 16 bits, by buckets
         table = next(self._tables)
         return ZmqExchange(self.context, self.client, self.waiter, spec, table, self._piece_bytes)
 

@@ -34,7 +34,7 @@ class Selector(Experiment):
 
     def cells(self, scale: Scale) -> list[Cell]:
         if scale is Scale.QUICK:
-            return [exchange("auto", MODEL, rack(2, 0, 10e9, 1e9), labels={"place": "no PBox"})]
+            return [exchange("auto", MODEL, rack(2, 0, 10e9, 2e9), labels={"place": "no PBox"})]
         cells = []
         for place, links in PLACES.items():
             shape = rack(WORKERS, links)

@@ -74,7 +74,7 @@ LONG = pytest.mark.skipif(not os.environ.get("PHUB_TEST_LONG"), reason="long: se
             [*PHUBRUN, "3", "--backend", "halving_doubling", sys.executable], (), marks=LONG
         ),
         pytest.param([*PHUBRUN, "3", sys.executable], ("--backend", "pbox"), marks=LONG),
-        ([*PHUBRUN, "2", sys.executable], ("--backend", "pbox", *SERVER)),
+        pytest.param([*PHUBRUN, "2", sys.executable], ("--backend", "pbox", *SERVER), marks=LONG),
         ([*PHUBRUN, "3", sys.executable], ("--backend", "pbox", *SERVER, "--shared-model")),
         ([str(BESIDE_PYTHON / "mpirun"), "-n", "2", sys.executable], ("--backend", "mpi")),
         ([str(BESIDE_PYTHON / "torchrun"), "--nproc-per-node", "2"], ("--backend", "gloo")),
