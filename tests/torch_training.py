@@ -15,7 +15,7 @@ import torch
 
 import phub_collective.torch as hvd
 from phub_collective.errors import MismatchError, PhubError
-from phub_collective.torch.reducer import ExchangeCounters
+from phub_collective.torch.options import ExchangeCounters
 
 
 class Net(torch.nn.Module):

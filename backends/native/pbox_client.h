@@ -109,6 +109,7 @@ class PboxClient : public Sink {
   };
   Shard& shard(uint32_t table);
   Key& startable(Shard& shard, uint32_t key);  // throws when it is in flight
+  static size_t index_of(const Lane& lane) { return reinterpret_cast<size_t>(lane.owner); }
   size_t server_of(size_t lane) const { return cores_ ? lane / cores_ : 0; }
   Place find(const Firsts& firsts, const Lane& lane, uint32_t id) const;
   Place chunk_at(const Lane& lane, uint32_t id) const;  // throws when there is none

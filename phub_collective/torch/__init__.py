@@ -56,7 +56,7 @@ from phub_collective.torch.ops import (
     grouped_allreduce_async_,
 )
 from phub_collective.torch.optimizer import DistributedOptimizer
-from phub_collective.torch.reducer import ExchangeCounters
+from phub_collective.torch.options import ExchangeCounters
 
 __all__ = [
     "Average",

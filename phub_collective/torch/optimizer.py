@@ -22,8 +22,9 @@ from phub_collective.backends.base import ReduceOp
 from phub_collective.errors import ConfigError, DuplicateName
 from phub_collective.torch.compression import Compression, checked
 from phub_collective.torch.ops import Average, Sum
+from phub_collective.torch.options import ExchangeCounters, Options
 from phub_collective.torch.places import check_server_optimizer
-from phub_collective.torch.reducer import ExchangeCounters, Options, Reducer
+from phub_collective.torch.reducer import Reducer
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 Closure = Callable[[], Any]

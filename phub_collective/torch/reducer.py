@@ -19,68 +19,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from phub_collective.backends.base import Exchange, ExchangeSpec, Kind, Operation, ReduceOp
-from phub_collective.backends.compression import NO_COMPRESSION, Compression
+from phub_collective.backends.base import Exchange, ExchangeSpec, Kind, Operation
 from phub_collective.errors import ConfigError
 from phub_collective.torch.arena import Slot, key_of, slots_of
 from phub_collective.torch.context import Face, face
 from phub_collective.torch.modules import before_use
+from phub_collective.torch.options import ExchangeCounters, Options
 from phub_collective.torch.places import Entries, Groups, Place, ServerPlace, WorkerPlace
 from phub_collective.torch.server_state import hyper_of
 from phub_collective.torch.shared_model import SharedModelPlace
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an optimizer exchanges; the arguments of `DistributedOptimizer`, checked.
-
-    Attributes:
-        named: (name, position) of every parameter in the order of the key table; positions count
-            through the optimizer's groups.
-        passes: backward passes per step.
-        bucket_bytes: 0: the session's setting.
-        on_server, shared_model: where the optimizer runs, where its result stands.
-        deterministic, staleness: as in `ExchangeSpec`.
-        wait_in_forward: a step does not wait for its results, whoever uses them next does.
-        backend: None: the selector's choice.
-        compression: of gradients.
-    """
-
-    named: tuple[tuple[str, int], ...]
-    passes: int = 1
-    op: ReduceOp = ReduceOp.AVERAGE
-    prescale: float = 1.0
-    postscale: float = 1.0
-    bucket_bytes: int = 0
-    sparse_as_dense: bool = False
-    on_server: bool = False
-    shared_model: bool = False
-    deterministic: bool = False
-    staleness: float = 0
-    wait_in_forward: bool = False
-    backend: str | None = None
-    compression: Compression = NO_COMPRESSION
-
-
-@dataclass(frozen=True)
-class ExchangeCounters:
-    """What an optimizer exchanged since it was made.
-
-    Attributes:
-        bytes_total: bytes pushed.
-        bytes_in_backward: those of them that were pushed before backward ended.
-        steps: exchanges.
-    """
-
-    bytes_total: int = 0
-    bytes_in_backward: int = 0
-    steps: int = 0
 
 
 class Reducer:

@@ -68,7 +68,8 @@ class Cell:
 
     @property
     def title(self) -> str:
-        return " ".join(str(value) for value in self.labels.values())
+        values = self.labels.values()
+        return " ".join(f"{one:.3g}" if isinstance(one, float) else str(one) for one in values)
 
 
 def rack(workers: int, links: int, rate: float = TEN, shaped: float = LINK) -> Shape:
