@@ -17,7 +17,7 @@ from torch import nn
 
 import phub_collective.torch as hvd
 
-WIDTH, LAYERS = 640, 24  # 39 MB of parameters; the exchange begins with the last layer's
+WIDTH, LAYERS = 640, 24  # 39 MB of parameters, of which the first are there early
 LEAST, MOST = 16, 4096  # samples of a rank's batch
 LEARNING_RATE = 0.01
 CLOSE = 1e-5  # of the largest weight: rounding of other orders of sums
