@@ -31,7 +31,8 @@ class Hook(Experiment):
     in_paper = "nothing: a requirement of this project's own"
     differs = (
         "Two workers, one for each processor of this machine, train a dense network of 39 MB in "
-        "24 layers with torch; batch sizes are set so that compute takes about as long as the exchange's floor. "
+        "24 layers with torch; batch sizes are set so that compute takes about as long as the "
+        "exchange's floor. "
         "A step ends with the exchange, so it takes at least forward + max(backward, exchange)."
     )
 
