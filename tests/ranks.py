@@ -157,6 +157,7 @@ def _gather(pipes: dict[Connection, int], limit: float, dying: Collection[int]) 
         ready = wait(pending, max(0.0, deadline - time.monotonic()))
         if not ready:
             raise _too_late(len(pipes), results, limit)
+        failures = []  # the cause, and what follows from it, may be there at the same time
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes[pipe]
@@ -167,8 +168,10 @@ def _gather(pipes: dict[Connection, int], limit: float, dying: Collection[int]) 
             else:
                 failure = "did not die" if rank in dying else failure
             if failure is not None:
-                raise RuntimeError(f"rank {rank} of {len(pipes)} failed: {failure}")
+                failures.append(f"rank {rank} of {len(pipes)} failed: {failure}")
             results[rank] = result
+        if failures:
+            raise RuntimeError("\n".join(failures))
     return [results[rank] for rank in range(len(pipes))]
 
 
