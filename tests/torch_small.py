@@ -34,6 +34,14 @@ def backward(model: Any, seed: int = 0) -> None:
     model(data).square().sum().backward()
 
 
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    """As `trained`; gradients are forgotten in both ways by turns."""
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, step)
+        optimizer.step()
+
+
 def weights(model: Any) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -42,7 +42,7 @@ class PboxClient : public Sink {
   // gradient stands in the shared arena. flags: flag::no_grad, flag::init. Packs the gradient first
   // where the table has a compression.
   void push(uint32_t table, uint32_t key, uint8_t flags, std::byte* memory);
-  // Asks for the current weights of a key into `memory` (server optimizer, not in place).
+  // Asks for the current weights of a key into `memory` (server optimizer, model not shared).
   void pull(uint32_t table, uint32_t key, std::byte* memory);
   // Asks for one of a key's arrays in the accumulator's type into `memory` (server optimizer).
   // array: 0 for the weights (of 16-bit keys), then the optimizer's state.

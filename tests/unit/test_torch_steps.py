@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from torch_small import assert_equal, backward, join, network, trained, weights, wrapped
+from torch_small import assert_equal, backward, join, network, train, trained, weights, wrapped
 from torch_standin import StandInExchange, StandInSession
 
 import phub_collective.torch as hvd
@@ -33,10 +33,7 @@ def test_gradients_are_pushed_while_backward_goes_on(session: StandInSession) ->
 def test_training_equals_plain_training(session: StandInSession) -> None:
     model = network()
     optimizer = wrapped(model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 4)
     assert_equal(weights(model), trained(4))
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch_small import assert_equal, backward, join, network, trained, weights
+import torch_small
+from torch_small import assert_equal, backward, join, network, train, trained, weights
 from torch_standin import StandInExchange, StandInSession
 
 import phub_collective.torch as hvd
@@ -19,20 +20,14 @@ def session(monkeypatch: pytest.MonkeyPatch) -> StandInSession:
 
 
 def wrapped(model: Any, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-        model.named_parameters(),
-        **{"optimizer_place": "server", "wait_in_forward": True, **options},
-    )
+    waiting = {"optimizer_place": "server", "wait_in_forward": True}
+    return torch_small.wrapped(model, **{**waiting, **options})
 
 
 def test_training_equals_plain_training(session: StandInSession) -> None:
     model = network()
     optimizer = wrapped(model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        backward(model, step)
-        optimizer.step()
+    train(model, optimizer, 4)
     assert optimizer.exchange_counters().steps == 3  # the last one is not waited for yet
     optimizer.synchronize()
     assert optimizer.exchange_counters().steps == 4
